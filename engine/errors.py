@@ -1,0 +1,35 @@
+"""Every error that a user of the engine can meet, as one tree.
+
+EngineError
+├── EngineDeadError       the engine's process or loop has ended; every consumer gets it
+├── EngineOverloadedError the bound on waiting requests is reached
+├── DuplicateRequestError a request of that id is in the engine
+├── InvalidRequestError   this request cannot be served; nobody else is touched
+└── RequestFailedError    this request failed inside the engine; nobody else is touched
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The root of everything that the engine raises to its user."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process or its loop has ended; what was in flight is lost."""
+
+
+class EngineOverloadedError(EngineError):
+    """As many requests are in the engine as it accepts."""
+
+
+class DuplicateRequestError(EngineError):
+    """A request of that id is in the engine."""
+
+
+class InvalidRequestError(EngineError, ValueError):
+    """This request cannot be served: the message names the field or the limit."""
+
+
+class RequestFailedError(EngineError):
+    """This request failed inside the engine, by a fault of the engine's."""

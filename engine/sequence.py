@@ -1,0 +1,78 @@
+"""A request as the child sees it: token ids, how far its KV cache has come, and the blocks that hold it.
+
+State carries its own arithmetic: no other file repeats what a property here says. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class SequenceState(Enum):
+    WAITING = auto()  #: holds no block
+    RUNNING = auto()  #: holds blocks, and takes part in steps
+    PAUSED = auto()  #: holds its blocks, but takes part in no step until it is resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSampling:
+    """What the child decides by: the parent's SamplingParams without what needs text.
+
+    `stop_token_ids` has the model's end-of-sequence ids in it unless they are ignored.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One running or waiting request.
+
+    `token_ids` is the prompt and all that was generated; the KV entries of the first `num_computed_tokens` of them
+    are in the blocks of `block_table`, in order.
+    """
+
+    key: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SequenceSampling
+    state: SequenceState = SequenceState.WAITING
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV entries are still to be computed: 1 while decoding, more during prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def reached_max_tokens(self) -> bool:
+        return self.num_output_tokens >= self.sampling.max_tokens
+
+    def blocks_needed(self, num_query_tokens: int, block_size: int) -> int:
+        """How many more blocks the table needs before `num_query_tokens` further tokens can be computed."""
+        total = -(-(self.num_computed_tokens + num_query_tokens) // block_size)
+        return max(0, total - len(self.block_table))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's part in a step: `num_query_tokens` tokens from `num_computed_tokens` on are computed."""
+
+    sequence: Sequence
+    num_query_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """True if the last known token is computed, so that the next one can be sampled."""
+        return self.num_query_tokens == self.sequence.num_uncomputed_tokens

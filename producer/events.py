@@ -1,0 +1,135 @@
+"""The events of a stream: what each entry says, and how it is written and read.
+
+Readers ignore types and fields they do not know, so that a newer worker never breaks an older web app.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  #: an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  #: max_tokens or the context is used up
+    CANCELLED = "cancelled"  #: somebody cancelled it; the partial text stands
+    DEADLINE = "deadline"  #: its deadline passed; the partial text stands
+
+
+class ErrorCode(StrEnum):
+    """Why a job failed. The set is closed: readers may match on it."""
+
+    INVALID_REQUEST = "invalid_request"  #: only a tokenizer, the pool or the model could tell
+    BAD_PAYLOAD = "bad_payload"  #: what stood in Redis was not a job of ours
+    UNSIGNED = "unsigned"  #: signatures are required, and this one is missing or wrong
+    PAYLOAD_LOST = "payload_lost"  #: the payload was gone when a worker came for it
+    ENGINE_CRASHED = "engine_crashed"  #: the engine died with this request in flight
+    ATTEMPTS_EXHAUSTED = "attempts_exhausted"  #: its workers died as often as is allowed
+    INTERNAL = "internal"  #: our fault
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Usage(_Data):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Timings(_Data):
+    """Milliseconds, by the worker's clock except `queue_ms`, which is by Redis'. None: it never came to that."""
+
+    queue_ms: float
+    ttft_ms: float | None = None
+    total_ms: float
+
+
+class _Event(_Data):
+    """What a stream entry says; `type` is its `t` field, the others are its `d` object."""
+
+
+class Queued(_Event):
+    type: Literal["queued"] = "queued"
+    v: int
+    generation: int
+    enqueued_at_ms: int
+    trace: str | None = None
+
+
+class Started(_Event):
+    type: Literal["started"] = "started"
+    attempt: int
+    worker: str
+    resumed_tokens: tuple[int, ...]
+    queue_ms: float
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Prompt(_Event):
+    type: Literal["prompt"] = "prompt"
+    text: str | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Delta(_Event):
+    type: Literal["delta"] = "delta"
+    choice: int = 0
+    index: int  #: of its first token, in that choice
+    at: int  #: code points of that choice's text before it
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[dict[str, Any]] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Finished(_Event):
+    type: Literal["finished"] = "finished"
+    finish_reasons: tuple[FinishReason, ...]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class Failed(_Event):
+    type: Literal["failed"] = "failed"
+    code: ErrorCode
+    message: str
+    attempts: int
+
+
+Event = Annotated[Queued | Started | Prompt | Delta | Finished | Failed, Field(discriminator="type")]
+TerminalEvent = Finished | Failed
+TERMINAL_TYPES: Final = frozenset({"finished", "failed"})
+EVENT_TYPES: Final = frozenset({"queued", "started", "prompt", "delta", "finished", "failed"})
+
+_EVENT: Final[TypeAdapter[Any]] = TypeAdapter(Event)
+
+
+def encode_event(event: _Event) -> tuple[str, str]:
+    """The two fields of a stream entry: `t`, the type, and `d`, a JSON object."""
+    return event.type, event.model_dump_json(exclude={"type"}, exclude_none=True)  # type: ignore[attr-defined]
+
+
+def decode_event(fields: Mapping[bytes, bytes]) -> Event | None:
+    """The event of a stream entry; None for a type this version does not know.
+
+    Raises ValueError for an entry of a known type whose data does not fit it.
+    """
+    kind = fields.get(b"t", b"").decode()
+    if kind not in EVENT_TYPES:
+        return None
+    data = json.loads(fields.get(b"d", b"null"))
+    if not isinstance(data, dict):
+        raise ValueError(f"the data of a {kind} entry is not a JSON object")
+    event: Event = _EVENT.validate_python({**data, "type": kind})
+    return event
