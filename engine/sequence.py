@@ -12,7 +12,7 @@ from enum import Enum, auto
 class SequenceState(Enum):
     WAITING = auto()  #: holds no block
     RUNNING = auto()  #: holds blocks, and takes part in steps
-    PAUSED = auto()  #: holds its blocks, but takes part in no step until it is resumed
+    PAUSED = auto()  #: takes part in no step until it is resumed; keeps its blocks unless others need them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    arrival: int = 0  #: the place in the order of arrival; the scheduler gives it
 
     @property
     def num_output_tokens(self) -> int:
@@ -58,6 +59,15 @@ class Sequence:
     @property
     def reached_max_tokens(self) -> bool:
         return self.num_output_tokens >= self.sampling.max_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """How long prompt and output become at most."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def blocks_to_finish(self, block_size: int) -> int:
+        """How many more blocks the table can come to need. The last token's KV entry is never computed."""
+        return self.blocks_needed(self.max_num_tokens - 1 - self.num_computed_tokens, block_size)
 
     def blocks_needed(self, num_query_tokens: int, block_size: int) -> int:
         """How many more blocks the table needs before `num_query_tokens` further tokens can be computed."""
