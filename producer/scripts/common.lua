@@ -1,0 +1,164 @@
+-- What all scripts share: key names, time, epochs, and the one way in which a job ends. It stands before each
+-- script's own text, behind the lifetimes that the loader writes (JOB_TTL_MS, RESULT_TTL_MS, ...).
+--
+-- Every script gets the fixed keys of the caller's model, and ARGV[1] the key prefix, ARGV[2] the model's name.
+-- A full server refuses a script at its first write, if that write could need memory, and never after it. So a script
+-- that takes something on begins with such a write, and one that ends something begins by deleting.
+
+local QUEUE, RUNNING, DEADLINES, BELL = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local PREFIX, MODEL = ARGV[1], ARGV[2]
+
+-- The key `part` of a request or of a model.
+local function key(name, part)
+    return PREFIX .. ':' .. name .. ':' .. part
+end
+
+-- arq's own names.
+local function payload_key(id)
+    return 'arq:job:' .. id
+end
+
+local function lease_key(id)
+    return 'arq:in-progress:' .. id
+end
+
+-- Lua itself prints a number of 16 digits with 14 of them.
+local function whole(number)
+    return string.format('%.0f', number)
+end
+
+local function now_us()
+    local time = redis.call('TIME')
+    return time[1] * 1000000 + time[2]
+end
+
+-- The last entry of the request's stream as {entry id, {'t', type, 'd', data}}, or nil.
+local function last_entry(id)
+    return redis.call('XREVRANGE', key(id, 'events'), '+', '-', 'COUNT', 1)[1]
+end
+
+local function is_terminal(entry)
+    return entry ~= nil and (entry[2][2] == 'finished' or entry[2][2] == 'failed')
+end
+
+-- A new epoch: above every epoch of the stream, also when a failover has set the clock or a counter back.
+local function next_epoch(last, now)
+    local epoch = last and tonumber(string.match(last[1], '^%d+')) or 0
+    return whole(math.max(now, epoch + 1))
+end
+
+local function append(id, entry_id, kind, data, ttl_ms)
+    redis.call('XADD', key(id, 'events'), entry_id, 't', kind, 'd', data)
+    redis.call('PEXPIRE', key(id, 'events'), ttl_ms)
+end
+
+-- The fields of `:job` that scripts decide by, or nil when there is no such job.
+local function load_job(id)
+    local names = {'model', 'generation', 'attempts', 'enqueued_at_ms', 'expires_at_ms'}
+    local values = redis.call('HMGET', key(id, 'job'), unpack(names))
+    if not values[2] then
+        return nil
+    end
+    return {
+        model = values[1],
+        generation = values[2],
+        attempts = tonumber(values[3]),
+        enqueued_at_ms = tonumber(values[4]),
+        expires_at_ms = tonumber(values[5]),
+    }
+end
+
+-- A cancel key is meant for one generation: it never hits a later job of the same id.
+local function is_cancelled(id, generation)
+    return generation and redis.call('GET', key(id, 'cancel')) == generation
+end
+
+local function is_past_deadline(job, now)
+    return job.expires_at_ms ~= nil and job.expires_at_ms * 1000 <= now
+end
+
+local function renew_lifetimes(id)
+    for _, name in ipairs({key(id, 'job'), payload_key(id), key(id, 'events'), key(id, 'cancel')}) do
+        redis.call('PEXPIRE', name, JOB_TTL_MS)
+    end
+end
+
+local function ring()
+    redis.call('LPUSH', BELL, 1)
+    redis.call('LTRIM', BELL, 0, BELL_LENGTH - 1)
+    redis.call('EXPIRE', BELL, BELL_TTL_S)
+end
+
+-- Write `:job`. `fields` are further fields and their values.
+local function write_job(id, generation, enqueued_at_ms, fields)
+    redis.call('DEL', key(id, 'job'), key(id, 'cancel'))
+    redis.call('HSET', key(id, 'job'), 'model', MODEL, 'generation', generation, 'enqueued_at_ms', enqueued_at_ms,
+        'attempts', 0, 'crashes', 0, unpack(fields))
+    redis.call('PEXPIRE', key(id, 'job'), JOB_TTL_MS)
+end
+
+-- Begin the stream of a job in place of an older job's. The epoch of its first entry is the job's generation.
+local function begin_stream(id, generation, enqueued_at_ms, trace)
+    local data = '{"v":' .. WIRE_VERSION .. ',"generation":' .. generation .. ',"enqueued_at_ms":' .. enqueued_at_ms
+    if trace ~= '' then
+        data = data .. ',"trace":' .. cjson.encode(trace)
+    end
+    redis.call('DEL', key(id, 'events'))
+    append(id, generation .. '-0', 'queued', data .. '}', JOB_TTL_MS)
+end
+
+-- Make a job of ours of a plain arq producer's, whose score is the time of its enqueue in ms by that producer's clock.
+-- A stream that has not ended is this job's own: `:job` was lost, not the job.
+local function adopt(id, score, last, now)
+    local now_ms = math.floor(now / 1000)
+    local plausible = score <= now_ms and score >= now_ms - JOB_TTL_MS
+    local enqueued_at_ms = whole(plausible and score or now_ms)
+    local generation = next_epoch(last, now)
+    write_job(id, generation, enqueued_at_ms, {'order', string.format('%.3f', score), 'priority', 0})
+    if last == nil or is_terminal(last) then
+        begin_stream(id, generation, enqueued_at_ms, '')
+    end
+end
+
+local function finished(reason)
+    return 'finished', '{"finish_reasons":["' .. reason .. '"]}'
+end
+
+local function failed(code, message, attempts)
+    return 'failed', '{"code":"' .. code .. '","message":' .. cjson.encode(message) .. ',"attempts":' .. attempts .. '}'
+end
+
+-- Take everything of a job away but its stream. `model` is the job's own, which need not be the caller's.
+local function remove_job(id, model)
+    redis.call('DEL', payload_key(id), lease_key(id), key(id, 'job'), key(id, 'cancel'))
+    for _, name in ipairs({'queue', 'running', 'deadlines'}) do
+        redis.call('ZREM', key(model, name), id)
+    end
+end
+
+-- End a job that nobody runs, by somebody who is not its owner: with a new epoch, and never behind a terminal entry.
+-- Says whether this call ended it.
+local function end_job(id, model, now, kind, data)
+    local last = last_entry(id)
+    remove_job(id, model)
+    if is_terminal(last) then
+        return false
+    end
+    append(id, next_epoch(last, now) .. '-0', kind, data, RESULT_TTL_MS)
+    return true
+end
+
+-- Whether the owner may append: 'append', or what to answer instead. An entry that stands there already is the
+-- owner's own repeat, whose first reply was lost.
+local function check_append(id, token, expected_id, entry_id, kind, data)
+    local holds = redis.call('GET', lease_key(id)) == token
+    local last = last_entry(id)
+    if holds and last and last[1] == expected_id then
+        return 'append'
+    end
+    local there = redis.call('XRANGE', key(id, 'events'), entry_id, entry_id)[1]
+    if there and there[2][2] == kind and there[2][4] == data then
+        return 'ok'
+    end
+    return holds and 'moved' or 'fenced'
+end

@@ -1,0 +1,124 @@
+"""A server at its memory limit: new jobs are refused whole, running ones can still end, and both recover."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from redis.exceptions import OutOfMemoryError
+from support.servers import valkey
+from support.wire import Wire, following
+
+from inferq.producer.events import Finished, FinishReason
+from inferq.worker.commands import Renewed
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[Wire]:
+    with valkey("--maxmemory-policy", "noeviction", "--maxmemory-clients", "0") as url:
+        async with redis.asyncio.Redis.from_url(url) as client:
+            yield Wire(client)
+
+
+async def fill(wire: Wire) -> None:
+    """From now on every write that may need memory is refused."""
+    await wire.redis.config_set("maxmemory", 1)
+    with pytest.raises(OutOfMemoryError):
+        await wire.redis.set("more", "x", ex=60)
+
+
+async def make_room(wire: Wire) -> None:
+    await wire.redis.config_set("maxmemory", 0)
+
+
+async def test_enqueue_is_refused_whole_and_works_again_when_there_is_room(small: Wire) -> None:
+    job = await small.claimed("old")
+    await small.worker.finish(following(job, kind="finished"))
+    before = await small.entries("old")
+    await fill(small)
+
+    for request_id in ("new", "old"):
+        with pytest.raises(OutOfMemoryError):
+            await small.enqueue(request_id)
+        assert await small.job_keys(request_id) == set()
+    assert await small.entries("new") == []
+    assert await small.entries("old") == before, "the result of the old job was deleted for nothing"
+
+    await make_room(small)
+    assert (await small.enqueue("new")).position == 0
+
+
+async def test_what_runs_can_finish(small: Wire) -> None:
+    job = await small.claimed("a", deadline_ms=60_000)
+    await fill(small)
+    assert await small.worker.finish(following(job, kind="finished")) == "ok"
+    assert await small.types("a") == ["queued", "started", "finished"]
+    assert await small.job_keys("a") == set()
+    assert await small.redis.pttl(small.keys.events("a")) > 0
+
+
+async def test_what_runs_keeps_its_lease_and_publishes_when_there_is_room(small: Wire) -> None:
+    job = await small.claimed("a")
+    await fill(small)
+    with pytest.raises(OutOfMemoryError):
+        await small.publish(following(job))
+    assert await small.worker.renew([("a", job.token)], lease_ms=70_000) == Renewed([], [])
+    assert await small.redis.pttl(small.keys.lease("a")) > 60_000
+    await make_room(small)
+    assert await small.publish(following(job)) == ["ok"]
+    assert await small.types("a") == ["queued", "started", "delta"]
+
+
+async def test_cancelling_works(small: Wire) -> None:
+    running = await small.claimed("running")
+    await small.enqueue("waiting")
+    await fill(small)
+    assert await small.producer.cancel("waiting") == "cancelled"
+    assert await small.types("waiting") == ["queued", "finished"]
+    assert await small.producer.cancel("running") == "requested"
+    assert await small.worker.renew([("running", running.token)], lease_ms=5000) == Renewed(["running"], [])
+
+
+async def test_expiring_and_sweeping_work(small: Wire) -> None:
+    await small.claimed("lapsed")
+    await small.lapse("lapsed")
+    await small.enqueue("late", deadline_ms=60_000)
+    await small.pass_deadline("late")
+    await fill(small)
+    assert await small.producer.expire() == ["late"]
+    assert (await small.events("late"))[-1] == Finished(finish_reasons=(FinishReason.DEADLINE,))
+    assert await small.claim() == []
+    assert await small.types("lapsed") == ["queued", "started", "failed"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_a_claim_is_refused_and_the_job_goes_on_waiting(small: Wire, plain: bool) -> None:
+    await (small.enqueue_plain("a") if plain else small.enqueue("a"))
+    before = await small.job_keys("a")
+    await fill(small)
+    with pytest.raises(OutOfMemoryError):
+        await small.claim()
+    assert await small.job_keys("a") == before
+    await make_room(small)
+    assert [job.request_id for job in await small.claim()] == ["a"]
+
+
+async def test_what_an_evicting_server_takes_of_a_waiting_job_is_told(small: Wire) -> None:
+    """`volatile-*` policies may take any key that has a lifetime. The queue has none: each job in it gets its end."""
+    await small.redis.config_set("maxmemory-policy", "volatile-random")
+    ids = {f"job-{number}" for number in range(60)}
+    for request_id in ids:
+        await small.enqueue(request_id, b"x" * 10_000)
+    used = (await small.redis.info("memory"))["used_memory"]
+    await small.redis.config_set("maxmemory", used - 300_000)
+    await small.redis.ping()  # a server evicts before it answers
+    await make_room(small)
+
+    claimed = {job.request_id for job in await small.claim(slots=100)}
+
+    assert await small.redis.zcard(small.keys.queue) == 0
+    assert 0 < len(claimed) < 60, "the server took nothing, or everything: this shows nothing"
+    for request_id in ids - claimed:
+        assert (await small.types(request_id))[-1] == "failed"
+        assert await small.job_keys(request_id) == set()

@@ -1,0 +1,69 @@
+"""How scripts are loaded: they agree with the contract on names and numbers, and survive a server that forgot them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.wire import Wire, following
+
+import inferq.producer
+import inferq.worker
+from inferq.producer import contract
+from inferq.producer.contract import Keys
+from inferq.producer.lua import load_script
+
+FOLDERS = [Path(package.__path__[0]) / "scripts" for package in (inferq.producer, inferq.worker)]
+SCRIPTS = [(path.parent, path.stem) for folder in FOLDERS for path in sorted(folder.glob("*.lua"))]
+
+
+def test_all_scripts_are_there() -> None:
+    names = {name for _, name in SCRIPTS}
+    assert names == {"common", "enqueue", "cancel", "expire", "claim", "renew", "publish", "finish"}
+
+
+@pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])
+async def test_a_script_compiles_on_the_server(wire: Wire, folder: Path, name: str) -> None:
+    text = load_script(folder, name) if name != "common" else load_script(folder, "cancel")
+    assert len(await wire.redis.script_load(text)) == 40
+
+
+@pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])
+def test_lifetimes_are_written_in_the_contract_alone(folder: Path, name: str) -> None:
+    text = (folder / f"{name}.lua").read_text()
+    numbers = {int(number) for number in re.findall(r"\b\d+\b", re.sub(r"--.*", "", text))}
+    lifetimes = {contract.JOB_TTL_MS, contract.RESULT_TTL_MS, contract.BELL_TTL_S, 86400, 3600}
+    # A request id has as many characters as the bell has places.
+    assert not numbers & (lifetimes | ({contract.BELL_LENGTH} if name != "claim" else set()))
+
+
+async def test_they_name_keys_as_the_contract_does(wire: Wire) -> None:
+    """Under another prefix and model: what exists is what `Keys` names, and nothing else."""
+    keys = Keys("some.model", prefix="team-7")
+    team = Wire(wire.redis, keys)
+    await team.enqueue("waiting", deadline_ms=60_000)
+    await team.enqueue("running")
+    (job,) = await team.claim(exclude=["waiting"])
+    await team.producer.cancel("running")
+    await team.publish(following(job))
+    await team.enqueue("ended")
+    await team.producer.cancel("ended")
+
+    expected = {keys.queue, keys.running, keys.deadlines, keys.bell}
+    expected |= {keys.job("waiting"), keys.payload("waiting"), keys.events("waiting")}
+    expected |= {keys.job("running"), keys.payload("running"), keys.events("running")}
+    expected |= {keys.lease("running"), keys.cancel("running"), keys.events("ended")}
+    assert {key.decode() for key in await wire.redis.keys("*")} == expected
+
+
+async def test_a_server_that_forgot_them_gets_them_again(wire: Wire) -> None:
+    await wire.enqueue("a")
+    await wire.redis.script_flush()
+    (job,) = await wire.claim()
+    await wire.redis.script_flush()
+    assert await wire.publish(following(job)) == ["ok"]
+    await wire.redis.script_flush()
+    assert await wire.worker.finish(following(job, 2, kind="finished")) == "ok"
+    await wire.redis.script_flush()
+    assert await wire.enqueue("a")
