@@ -1,6 +1,7 @@
 """Every error that a user of the engine can meet, as one tree.
 
 EngineError
+├── ModelLoadError        the model, or memory for it, cannot be had; the engine never became ready
 ├── EngineDeadError       the engine's process or loop has ended; every consumer gets it
 ├── EngineOverloadedError the bound on waiting requests is reached
 ├── DuplicateRequestError a request of that id is in the engine
@@ -13,6 +14,10 @@ from __future__ import annotations
 
 class EngineError(Exception):
     """The root of everything that the engine raises to its user."""
+
+
+class ModelLoadError(EngineError):
+    """The model cannot be loaded, or does not fit; the message is one line that says what to change."""
 
 
 class EngineDeadError(EngineError):

@@ -1,0 +1,76 @@
+"""What of a model's folder is about text: where tokenizer and template are, and which tokens end a sequence.
+
+The parent tokenizes without transformers, so it needs a tokenizer.json; a folder that has none gets one in the cache,
+through transformers' own conversion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from .cache import build_once
+from .errors import ModelLoadError
+
+_TOKENIZER_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def text_dir(folder: Path, cache: Path, *, trust_remote_code: bool) -> Path:
+    """A folder with tokenizer.json and, where the model has them, tokenizer_config.json and chat_template.jinja.
+
+    Raises ModelLoadError for a folder without a tokenizer that can be had as tokenizer.json.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(repr((str(folder.resolve()), stamps)).encode()).hexdigest()[:12]
+
+    def build(target: Path) -> None:
+        _save_tokenizer(folder, target, trust_remote_code=trust_remote_code)
+
+    return build_once(cache / "text" / f"{folder.name}-{key}", build)
+
+
+def _save_tokenizer(folder: Path, target: Path, *, trust_remote_code: bool) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer.save_pretrained(target)
+    except Exception as exc:
+        raise ModelLoadError(f"{folder} has no tokenizer that transformers can load: {first_line(exc)}") from exc
+    if not (target / "tokenizer.json").is_file():
+        raise ModelLoadError(f"the tokenizer of {folder} cannot be had as a tokenizer.json")
+
+
+def eos_token_ids(generation_ids: int | Iterable[int] | None, text_folder: Path) -> list[int]:
+    """Every id that ends a sequence: the generation config's, and the tokenizer's own. Sorted.
+
+    Chat models often name the end of a turn in only one of the two places.
+    """
+    ids = {generation_ids} if isinstance(generation_ids, int) else set(generation_ids or ())
+    own = _tokenizer_eos(text_folder)
+    return sorted(ids if own is None else ids | {own})
+
+
+def _tokenizer_eos(text_folder: Path) -> int | None:
+    path = text_folder / "tokenizer_config.json"
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    token = settings.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str):
+        return None
+    found: int | None = Tokenizer.from_file(str(text_folder / "tokenizer.json")).token_to_id(token)
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

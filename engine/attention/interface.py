@@ -1,0 +1,84 @@
+"""Attention over a paged KV cache, as an interface: what a layer asks for, and what a backend must do.
+
+Only a backend allocates, writes and reads the cache; everybody else sees block ids. One pool a layer, K and V each
+`[blocks, kv_heads, block_size, head_dim]`. This file knows no model and no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from inferq.engine.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps for a token: `num_kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How one layer attends, beyond being causal.
+
+    `window` W lets a token see itself and the W - 1 tokens before it; None is the whole context. `softcap` c turns a
+    score s into c * tanh(s / c). `sinks` [heads] are logits that take part in the softmax and carry no value.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class LayerAttention(Protocol):
+    """What answers a model's layers during one forward pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """query [tokens, heads, key_dim], key and value [tokens, kv_heads, dim] -> [tokens, heads, value_dim]."""
+        ...
+
+
+class AttentionBackend(LayerAttention, Protocol):
+    """Owns the KV cache.
+
+    A step is `prepare(batch)` and then one `attend` a layer, which writes the step's keys and values into the cache
+    and lets each token see its sequence's cache up to itself (causal, aligned at the end of the sequence). What else
+    is in the cache, a neighbour's tokens or what is left of a former owner, never reaches a result, not even as NaN.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        ...
+
+    def allocate(
+        self, layers: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Replaces the cache by one of `num_blocks` blocks for each of `layers`, in the order of their indices."""
+        ...
+
+    def prepare(self, batch: StepBatch) -> None:
+        """Takes in what the layers of the next step have in common."""
+        ...
+
+
+def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """What one block takes over all layers, in bytes."""
+    return block_size * sum(shape.token_bytes(dtype) for shape in layers)

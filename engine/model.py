@@ -1,0 +1,192 @@
+"""Finds a model and loads it: `demo`, a folder, or a Hugging Face id, which alone is ever downloaded.
+
+Every way in which this can fail for the user ends as one ModelLoadError. Knows transformers; knows neither requests
+nor the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from inferq.cuda.memory import host_available_bytes
+
+from .assets import eos_token_ids, first_line, text_dir
+from .cache import cache_root
+from .config import EngineConfig
+from .convert import NAME as DEMO_NAME
+from .convert import demo_model_dir
+from .errors import ModelLoadError
+
+#: Takes a level, an event and its details.
+Log = Callable[..., None]
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WANTED: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+#: The same weights again, in other formats.
+_UNWANTED: Final = ("original/*", "onnx/*", "consolidated*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal language model in memory, and the facts about it that are not about attention."""
+
+    model: PreTrainedModel
+    name: str
+    text_dir: Path
+    eos_token_ids: list[int]
+    vocab_size: int  #: token ids are below this
+    context_length: int | None  #: tokens; None where the model does not say
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(config: EngineConfig, log: Log) -> LoadedModel:
+    """Raises ModelLoadError with one line that says what is wrong."""
+    transformers_logging.disable_progress_bar()
+    device = choose_device(config.device)
+    name, folder = _find(config, log)
+    model_config = _read_config(folder, config.trust_remote_code)
+    dtype = choose_dtype(config.dtype, device, model_config)
+    _check_memory(folder, dtype, device)
+    text_folder = text_dir(folder, cache_root(config.cache_dir), trust_remote_code=config.trust_remote_code)
+    model = _read_weights(folder, model_config, dtype, device, trust_remote_code=config.trust_remote_code)
+    return LoadedModel(
+        model=model,
+        name=name,
+        text_dir=text_folder,
+        eos_token_ids=eos_token_ids(_configured_eos(model), text_folder),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        context_length=_context_length(model_config),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a device, else the CPU. Raises ModelLoadError for what is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise ModelLoadError(f"device must be auto, cpu or cuda, not {name!r}") from exc
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"device must be auto, cpu or cuda, not {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("device cuda was asked for, and torch finds none here")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:
+    """What to compute in.
+
+    `auto` on CUDA is the checkpoint's type. On a CPU it is bfloat16 where the CPU multiplies it in hardware (AVX-512
+    BF16 or AMX: it was measured 1.5 times as fast as float32 at one sequence and 3 times at 64), else float32.
+    """
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+        own = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
+        return own if isinstance(own, torch.dtype) else torch.bfloat16
+    if name not in _DTYPES:
+        raise ModelLoadError(f"dtype must be auto, {', '.join(_DTYPES)}, not {name!r}")
+    return _DTYPES[name]
+
+
+def _multiplies_bfloat16() -> bool:
+    ask = getattr(torch.cpu, "get_capabilities", dict)  # not in torch 2.10
+    capabilities: dict[str, Any] = ask()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def _find(config: EngineConfig, log: Log) -> tuple[str, Path]:
+    """The model's name and its folder."""
+    if config.model == "demo":
+        return DEMO_NAME, demo_model_dir(cache_root(config.cache_dir), log)
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        return folder.resolve().name, folder
+    if folder.is_absolute() or config.model.startswith(("~", ".")) or config.model.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {config.model}")
+    return config.model.rsplit("/", 1)[-1], _download(config, log)
+
+
+def _download(config: EngineConfig, log: Log) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    log("info", "fetching from Hugging Face", model=config.model, revision=config.revision)
+    wanted = [*_WANTED, "*.py"] if config.trust_remote_code else list(_WANTED)
+    try:
+        return Path(
+            snapshot_download(
+                config.model, revision=config.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
+            )
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+        raise ModelLoadError(
+            f"{config.model!r} is neither `demo` nor a folder here, and Hugging Face did not give it: {first_line(exc)}"
+        ) from exc
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as exc:
+        raise ModelLoadError(f"{folder} holds no model that transformers knows: {first_line(exc)}") from exc
+
+
+def _check_memory(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{folder} has no .safetensors file: weights in other formats are not loaded")
+    needed = sum(_num_parameters(file) for file in files) * dtype.itemsize
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
+    if needed > available:
+        raise ModelLoadError(
+            f"not enough memory: the weights of {folder.name} take {needed / 2**30:.1f} GiB as "
+            f"{str(dtype).removeprefix('torch.')}, and {available / 2**30:.1f} GiB are available on {device}"
+        )
+
+
+def _num_parameters(file: Path) -> int:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())
+    except Exception as exc:
+        raise ModelLoadError(f"{file} is not a whole safetensors file: {first_line(exc)}") from exc
+
+
+def _read_weights(
+    folder: Path, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "eager"}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=model_config, dtype=dtype, trust_remote_code=trust_remote_code, **options
+        )
+        placed: PreTrainedModel = model.to(device).eval()
+    except (MemoryError, torch.OutOfMemoryError) as exc:
+        raise ModelLoadError(f"not enough memory for {folder.name} on {device}: {first_line(exc)}") from exc
+    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as exc:
+        raise ModelLoadError(f"{model_config.model_type} model in {folder}: {first_line(exc)}") from exc
+    return placed
+
+
+def _configured_eos(model: PreTrainedModel) -> int | list[int] | None:
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    ids: int | list[int] | None = model.config.get_text_config().eos_token_id if generation is None else generation
+    return ids
+
+
+def _context_length(model_config: PreTrainedConfig) -> int | None:
+    length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None

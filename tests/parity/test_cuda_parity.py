@@ -1,0 +1,40 @@
+"""The same code on a CUDA device: the tokens of the CPU, a pool from the device's memory, the same random bits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.generation import greedy, make_runner, reference_model, run, transformers_greedy
+from support.models import VOCABULARY
+
+from inferq.engine import sampler
+from inferq.engine.attention.reference import ReferenceAttention
+from inferq.engine.sequence import SequenceSampling
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[random.Random(n).randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 16, 33)]
+
+
+def test_greedy_tokens_equal_transformers(tiny_llama_dir: Path) -> None:
+    expected = [transformers_greedy(reference_model(tiny_llama_dir), prompt, 12) for prompt in PROMPTS]
+    runner = make_runner(tiny_llama_dir, device="cuda")
+    assert run(runner, PROMPTS, [greedy(12)] * 3, chunk=20).outputs == expected
+
+
+def test_the_pool_is_sized_from_the_devices_memory(tiny_llama_dir: Path) -> None:
+    runner = make_runner(tiny_llama_dir, device="cuda", dtype="auto", num_blocks=None, backend=ReferenceAttention(64))
+    assert runner.facts.max_model_len == 256
+    assert runner.num_blocks == runner.facts.max_num_seqs * 256 // 64
+
+
+def test_random_bits_are_those_of_the_cpu() -> None:
+    requests, positions = [SequenceSampling(max_tokens=1, seed=seed) for seed in range(8)], range(8)
+    tokens = torch.arange(50_000)
+    on_cpu, on_cuda = (
+        sampler.gumbel_noise(sampler._Parameters.of(requests, positions, device).keys, tokens.to(device)).cpu()
+        for device in (torch.device("cpu"), torch.device("cuda"))
+    )
+    torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-5, atol=1e-5)

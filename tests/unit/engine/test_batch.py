@@ -1,0 +1,86 @@
+"""The flat arrays of a step: what is where, and that nothing of an earlier step is left in sight."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from inferq.engine.batch import StepBatch
+from inferq.engine.sequence import Scheduled, Sequence, SequenceSampling
+
+SIZE = 4
+
+
+@pytest.fixture
+def batch() -> StepBatch:
+    return StepBatch(max_tokens=64, max_seqs=4, max_model_len=30, block_size=SIZE, device=torch.device("cpu"))
+
+
+def sequence(key: int, tokens: list[int], computed: int, table: list[int]) -> Sequence:
+    return Sequence(
+        key,
+        tokens,
+        len(tokens),
+        SequenceSampling(max_tokens=9),
+        num_computed_tokens=computed,
+        block_table=table,
+    )
+
+
+def test_a_prefill_a_chunk_and_a_decode_side_by_side(batch: StepBatch) -> None:
+    whole = Scheduled(sequence(0, [10, 11, 12, 13, 14], 0, [7, 2]), 5)
+    chunk = Scheduled(sequence(1, list(range(20, 30)), 3, [5, 1, 0]), 4)
+    decode = Scheduled(sequence(2, list(range(30, 39)), 8, [3, 6, 4]), 1)
+    batch.fill([whole, chunk, decode])
+    assert batch.input_ids.tolist() == [10, 11, 12, 13, 14, 23, 24, 25, 26, 38]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 8]
+    assert batch.slot_mapping.tolist() == [28, 29, 30, 31, 8, 23, 4, 5, 6, 16]
+    assert batch.query_lens.tolist() == [5, 4, 1]
+    assert batch.seq_lens.tolist() == [5, 7, 9]
+    assert batch.host_lens == [(5, 5), (4, 7), (1, 9)]
+    assert [row[:n].tolist() for row, n in zip(batch.block_tables, (2, 2, 3), strict=True)] == [
+        [7, 2],
+        [5, 1],
+        [3, 6, 4],
+    ]
+    assert batch.sample_rows.tolist() == [4, 9]
+    assert batch.new_blocks == [7, 2, 1, 4]
+
+
+def test_the_arrays_are_reused_and_show_the_current_step_alone(batch: StepBatch) -> None:
+    batch.fill([Scheduled(sequence(0, list(range(20)), 0, [0, 1, 2, 3, 4]), 20)] * 3)
+    address = batch.input_ids.data_ptr()
+    batch.fill([Scheduled(sequence(1, [7, 8], 1, [9]), 1)])
+    assert batch.input_ids.data_ptr() == address
+    assert batch.input_ids.tolist() == [8]
+    assert batch.slot_mapping.tolist() == [37]
+    assert batch.block_tables.shape[0] == 1
+    assert batch.new_blocks == []
+    assert batch.sample_rows.tolist() == [0]
+
+
+def test_a_step_may_sample_nothing(batch: StepBatch) -> None:
+    batch.fill([Scheduled(sequence(0, list(range(9)), 0, [0, 1, 2]), 8)])
+    assert batch.num_samples == 0
+    assert batch.sample_rows.tolist() == []
+
+
+def test_blocks_given_ahead_of_their_tokens_are_no_part_of_the_step(batch: StepBatch) -> None:
+    batch.fill([Scheduled(sequence(0, list(range(12)), 0, [5, 6, 7]), 4)])
+    assert batch.new_blocks == [5]
+
+
+def test_each_block_is_new_exactly_once_whatever_the_chunks(batch: StepBatch) -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        length = rng.randrange(1, 29)
+        table = rng.sample(range(50), -(-length // SIZE))
+        one, seen = sequence(0, list(range(length)), 0, table), []
+        while one.num_computed_tokens < length:
+            count = rng.randint(1, length - one.num_computed_tokens)
+            batch.fill([Scheduled(one, count)])
+            seen += batch.new_blocks
+            one.num_computed_tokens += count
+        assert seen == table
