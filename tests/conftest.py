@@ -10,6 +10,8 @@ import redis
 import redis.asyncio
 from support.servers import suite_server
 
+pytest_plugins = ["support.sampling"]
+
 #: Keys that live as long as they have members; the contract's table says so.
 WITHOUT_TTL = ("queue", "running", "deadlines", "workers", "dead", "vtime")
 _databases = itertools.count()

@@ -1,0 +1,140 @@
+"""What every benchmark shares: arguments, percentiles, the machine's description, tables, and a worker of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import redis.asyncio
+
+from inferq.engine.lifeline import spawn_bound
+
+#: The exit code of a benchmark that could not measure: no figure is printed that was not measured.
+CANNOT_MEASURE = 3
+SCRIPTED_ENGINE = Path(__file__).with_name("scripted_engine.py")
+
+
+def cannot_measure(reason: str) -> NoReturn:
+    print(f"cannot measure: {reason}", file=sys.stderr)
+    raise SystemExit(CANNOT_MEASURE)
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="end within 45 s on two cores, with fewer samples")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def machine() -> str:
+    """One line that names the machine and its load, since figures of a shared machine mean little without it."""
+    load = os.getloadavg()[0]
+    return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, load average {load:.2f}"
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile of at least one sample."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, max(0, -(-len(ordered) * int(percent * 10) // 1000) - 1))]
+
+
+def spread(samples: Sequence[float], unit: str = "") -> str:
+    """Median and range, for people."""
+    return f"{statistics.median(samples):.2f}{unit} ({min(samples):.2f} to {max(samples):.2f})"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def report(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
+    if args.json:
+        print(json.dumps(figures))
+
+
+class Worker:
+    """A running `inferq-worker` with a Valkey of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, model: str) -> None:
+        self.process = process
+        self.folder = folder
+        self.model = model
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.folder / 'valkey.sock'}"
+
+    def log_tail(self, lines: int = 15) -> str:
+        return "\n".join((self.folder / "worker.log").read_text().splitlines()[-lines:])
+
+
+@asynccontextmanager
+async def worker(*flags: str, model: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Worker]:
+    """Start a worker with an embedded server in a temporary folder; gone, with its children, at the end.
+
+    Ends the benchmark with CANNOT_MEASURE when the worker does not become ready.
+    """
+    with tempfile.TemporaryDirectory(prefix="inferq-bench-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "inferq.worker.main", "--embedded", "--embedded-dir", name]
+        with (folder / "worker.log").open("wb") as log:
+            process = spawn_bound(
+                [*command, "--served-model-name", model, *flags],
+                env={**os.environ, **(environment or {})},
+                stdout=log,
+                stderr=log,
+            )
+        started = Worker(process, folder, model)
+        try:
+            await _until_ready(started)
+            yield started
+        finally:
+            process.terminate()
+            try:
+                await asyncio.to_thread(process.wait, 20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def _until_ready(started: Worker, timeout: float = 180.0) -> None:
+    async def card_is_there() -> bool:
+        async with redis.asyncio.Redis.from_url(started.url) as client:
+            try:
+                return bool(await client.exists(f"inferq:{started.model}:card"))
+            except redis.exceptions.ConnectionError:
+                return False
+
+    if not await _poll(card_is_there, lambda: started.process.poll() is None, timeout):
+        cannot_measure(f"the worker did not become ready:\n{started.log_tail()}")
+
+
+async def _poll(fact: Callable[[], Awaitable[bool]], alive: Callable[[], bool], timeout: float) -> bool:
+    end = asyncio.get_running_loop().time() + timeout
+    while asyncio.get_running_loop().time() < end and alive():
+        if await fact():
+            return True
+        await asyncio.sleep(0.02)
+    return False

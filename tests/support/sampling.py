@@ -1,0 +1,89 @@
+"""Small and full runs of the suite: which slow tests run, how many examples Hypothesis tries, what is skipped.
+
+`pytest` runs a seeded sample of the tests marked `slow`; `pytest --full` runs all of them, and Hypothesis tries more.
+The seed is the day's date, so that a week of runs sees different samples; `--sample-seed` repeats one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import random
+from collections import defaultdict
+
+import hypothesis
+import pytest
+
+#: The share of each family of slow tests that a small run picks, at least one of each.
+SHARE = 0.25
+
+_QUIET = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+hypothesis.settings.register_profile("small", max_examples=30, deadline=None, suppress_health_check=_QUIET)
+hypothesis.settings.register_profile("full", max_examples=400, deadline=None, suppress_health_check=_QUIET)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("inferq")
+    group.addoption("--full", action="store_true", help="run every slow test, not a sample, and more examples")
+    group.addoption("--sample-seed", type=int, default=None, help="the seed of the sample (default: today's date)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("full" if config.getoption("--full") else "small")
+
+
+def sample_seed(config: pytest.Config) -> int:
+    given = config.getoption("--sample-seed")
+    return int(datetime.date.today().strftime("%Y%m%d")) if given is None else given
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--full"):
+        return "slow suites: all of them, at full size"
+    return f"slow suites: a sample, --sample-seed={sample_seed(config)} (all of them: --full)"
+
+
+def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """The slow tests that a small run with this seed leaves out.
+
+    A family is the cases of one parametrized test, or the other slow tests of one file.
+    """
+    families: dict[tuple[object, ...], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            name = getattr(item, "originalname", None) if hasattr(item, "callspec") else None
+            families[(str(item.path), name)].append(item)
+    out: set[pytest.Item] = set()
+    for key, family in families.items():
+        family.sort(key=lambda item: item.nodeid)
+        keep = max(1, round(len(family) * SHARE))
+        out.update(random.Random(f"{seed} {key[1]}").sample(family, len(family) - keep))
+    return out
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_gpu(items)
+    named = any("::" in argument for argument in config.args)
+    if config.getoption("--full") or named:
+        return
+    out = left_out(items, sample_seed(config))
+    if out:
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if gpu_items else None
+    for item in gpu_items:
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"

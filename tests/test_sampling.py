@@ -1,0 +1,86 @@
+"""A small run takes a repeatable sample of the slow tests and nothing else away; a full run takes them all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tree import ROOT
+
+SUITE = """
+import pytest
+from hypothesis import given, settings, strategies
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_family(number): pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(2))
+def test_small_family(number): pass
+
+@pytest.mark.slow
+def test_alone(): pass
+
+@pytest.mark.gpu
+def test_on_a_gpu(): pass
+
+def test_quick(): pass
+
+@given(strategies.integers())
+def test_examples(number): assert settings().max_examples == EXAMPLES
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["support.sampling"]\n')
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers =\n    slow: many\n    gpu: a device\n"
+    )
+    return tmp_path
+
+
+def run(suite: Path, *arguments: str, examples: int = 30) -> tuple[str, set[str]]:
+    """The printed output and the names of the tests that passed."""
+    (suite / "test_suite.py").write_text(SUITE.replace("EXAMPLES", str(examples)))
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *arguments]
+    printed = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=100)
+    assert printed.returncode == 0, printed.stdout
+    lines = [line.split() for line in printed.stdout.splitlines() if " PASSED" in line]
+    return printed.stdout, {line[0].partition("::")[2] for line in lines}
+
+
+def test_a_sample_has_a_share_of_each_family(suite: Path) -> None:
+    printed, passed = run(suite, "--sample-seed=1")
+    assert "--sample-seed=1" in printed
+    assert len({name for name in passed if name.startswith("test_family")}) == 5
+    assert len({name for name in passed if name.startswith("test_small_family")}) == 1
+    assert {"test_alone", "test_quick", "test_examples"} <= passed
+
+
+def test_a_seed_repeats_its_sample_and_seeds_differ(suite: Path) -> None:
+    samples = [run(suite, f"--sample-seed={seed}")[1] for seed in (1, 1, 2)]
+    assert samples[0] == samples[1] != samples[2]
+
+
+def test_a_full_run_leaves_nothing_out(suite: Path) -> None:
+    _, passed = run(suite, "--full", examples=400)
+    assert len(passed) == 20 + 2 + 3
+
+
+def test_a_test_that_is_named_runs(suite: Path) -> None:
+    _, passed = run(suite, "test_suite.py::test_family[7]", "test_suite.py::test_family[8]")
+    assert passed == {"test_family[7]", "test_family[8]"}
+
+
+def test_gpu_tests_are_skipped_with_the_reason(suite: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    printed, passed = run(suite)
+    assert "no CUDA device" in printed
+    assert "test_on_a_gpu" not in passed
