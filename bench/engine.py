@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: every core")
     asyncio.run(run(parser.parse_args()))
 
 

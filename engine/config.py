@@ -13,7 +13,8 @@ class EngineConfig:
     `model` is `demo`, a folder or a Hugging Face id. `dtype` is `auto` (the checkpoint's on CUDA, float32 or bfloat16
     as the CPU computes faster), `float32`, `bfloat16` or `float16`. `kv_cache_bytes` None means: from the memory found
     free, of which `gpu_memory_utilization` may be used on CUDA. `num_blocks` overrides both. `max_model_len` None
-    means the model's own context. `threads` None leaves torch's own choice.
+    means the model's own context. `threads` None means every CPU that the process may use but one: that one is for
+    whoever feeds the engine, since threads of one step that wait for each other are slow when one of them is preempted.
     """
 
     model: str = "demo"

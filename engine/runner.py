@@ -7,6 +7,7 @@ whose, nor why it was scheduled.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence as Seq
 from typing import Any, Final
 
@@ -32,8 +33,7 @@ MIN_POOL_TOKENS: Final = 256
 
 def load_runner(config: EngineConfig, log: Log) -> ModelRunner:
     """Loads what `config` names, measures it, and gives it a KV cache. Raises ModelLoadError."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     try:
         backend = make_backend(config.attention)
     except ValueError as exc:

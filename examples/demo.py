@@ -28,8 +28,6 @@ READY_SECONDS = 240.0
 PATIENCE_SECONDS = 6.0
 STOP_SECONDS = 10.0
 LOG_LINES = 20
-#: One core is left to the worker, the server and the producer: threads that wait for each other want theirs whole.
-ENGINE_THREADS = max(1, min(8, (os.cpu_count() or 2) - 1))
 
 
 class DemoFailed(Exception):
@@ -88,7 +86,7 @@ class Demo:
 
     def _worker_command(self) -> tuple[str, ...]:
         embedded = ("--embedded", "--embedded-dir", str(self._folder), "--drain-seconds", "0")
-        return ("-m", "inferq.worker.main", "--model", "demo", "--threads", str(ENGINE_THREADS), *embedded)
+        return ("-m", "inferq.worker.main", "--model", "demo", *embedded)
 
     def _wait_until_ready(self, worker: subprocess.Popen[bytes]) -> None:
         start = time.monotonic()

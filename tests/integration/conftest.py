@@ -63,7 +63,6 @@ def real_worker() -> Any:
             "--max-model-len", "8192",
             "--max-num-seqs", "64",
             "--heartbeat-seconds", "0.2",
-            "--threads", "1",
         ) as process:  # fmt: skip
             asyncio.run(process.until_ready(MODEL))
             yield RealWorker(process, url)

@@ -1,0 +1,250 @@
+"""How a worker ends, and what it leaves behind: by signal, by its engine's death, by kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import redis.asyncio
+from support.processes import all_gone, scripted, start_worker
+from support.queue import ENDLESS, KEYS, MODEL, answer_to, left_over, scripted_worker
+from support.streams import events, text_of, tokens_of, until_delta, until_ended
+from support.waiting import wait_until
+
+from inferq.producer import EngineFailure, InferenceClient
+
+SLOW = ["--step-ms", "10"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_an_idle_worker_stops_at_once(
+    redis_url: str, client: redis.asyncio.Redis, number: signal.Signals
+) -> None:
+    async with scripted_worker(redis_url) as worker:
+        family = worker.family()
+        worker.send(number)
+        assert await worker.wait(10) == 0
+        await all_gone(family)
+        assert await client.zcard(KEYS.workers) == 0
+        assert not [key async for key in client.scan_iter("inferq:worker:*")]
+
+
+async def test_a_stopping_worker_finishes_what_runs_and_takes_nothing_new(
+    redis_url: str, client: redis.asyncio.Redis
+) -> None:
+    async with scripted_worker(redis_url, engine=SLOW) as worker, InferenceClient.from_url(redis_url, model=MODEL) as c:
+        running = await c.submit("run", sampling={"max_tokens": 60})
+        await until_delta(client, KEYS, running, at_least=5)
+        worker.send(signal.SIGTERM)
+        await wait_until(lambda: "worker.draining" in worker.log)
+        waiting = await c.submit("wait", sampling={"max_tokens": 2})
+        assert await worker.wait(30) == 0
+        found = await events(client, KEYS, running)
+        assert found[-1].finish_reasons == ("length",)
+        assert text_of(found) == answer_to("run", 60)
+        assert [event.type for event in await events(client, KEYS, waiting)] == ["queued"]
+        assert await client.zcard(KEYS.queue) == 1
+        await c.cancel(waiting)
+
+
+async def test_what_does_not_finish_in_time_ends_as_failed(redis_url: str, client: redis.asyncio.Redis) -> None:
+    flags = ("--drain-seconds", "0.3")
+    async with (
+        scripted_worker(redis_url, *flags, engine=SLOW) as worker,
+        InferenceClient.from_url(redis_url, model=MODEL) as c,
+    ):
+        request_id = await c.submit("run", sampling=ENDLESS)
+        await until_delta(client, KEYS, request_id, at_least=3)
+        worker.send(signal.SIGTERM)
+        assert await worker.wait(20) == 0
+        found = await events(client, KEYS, request_id)
+        assert found[-1].code == "internal"
+        assert found[-1].message == "the worker is shutting down"
+        assert text_of(found) == answer_to("run", len(tokens_of(found)))
+        assert await left_over(client) == set()
+
+
+async def test_a_second_signal_hurries(redis_url: str, client: redis.asyncio.Redis) -> None:
+    flags = ("--drain-seconds", "3600")
+    async with (
+        scripted_worker(redis_url, *flags, engine=SLOW) as worker,
+        InferenceClient.from_url(redis_url, model=MODEL) as c,
+    ):
+        request_id = await c.submit("run", sampling=ENDLESS)
+        await until_delta(client, KEYS, request_id)
+        worker.send(signal.SIGTERM)
+        await wait_until(lambda: "worker.draining" in worker.log)
+        worker.send(signal.SIGINT)
+        assert await worker.wait(20) == 0
+        assert (await events(client, KEYS, request_id))[-1].code == "internal"
+
+
+async def test_while_it_drains_requests_can_still_be_cancelled(redis_url: str, client: redis.asyncio.Redis) -> None:
+    flags = ("--drain-seconds", "3600")
+    async with (
+        scripted_worker(redis_url, *flags, engine=SLOW) as worker,
+        InferenceClient.from_url(redis_url, model=MODEL) as c,
+    ):
+        request_id = await c.submit("run", sampling=ENDLESS)
+        await until_delta(client, KEYS, request_id)
+        worker.send(signal.SIGTERM)
+        await wait_until(lambda: "worker.draining" in worker.log)
+        await c.cancel(request_id)
+        assert await worker.wait(20) == 0
+        assert (await events(client, KEYS, request_id))[-1].finish_reasons == ("cancelled",)
+
+
+async def test_a_signal_while_the_model_loads_ends_it(redis_url: str) -> None:
+    with start_worker(redis_url, environment=scripted("--load-ms", "600000")) as worker:
+        await wait_until(lambda: len(worker.family()) == 2, what="the engine's process has been started")
+        family = worker.family()
+        worker.send(signal.SIGTERM)
+        assert await worker.wait(20) == 0
+        await all_gone(family)
+
+
+async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(
+    redis_url: str, client: redis.asyncio.Redis
+) -> None:
+    async with (
+        scripted_worker(redis_url, engine=[*SLOW, "--exit-after", "20"]) as worker,
+        InferenceClient.from_url(redis_url, model=MODEL) as c,
+    ):
+        family = worker.family()
+        ids = [await c.submit(f"run {number}", sampling=ENDLESS) for number in range(4)]
+        for request_id in ids:
+            found = await until_ended(client, KEYS, request_id)
+            assert found[-1].code == "engine_crashed"
+            with pytest.raises(EngineFailure):
+                await c.result(request_id)
+        assert await worker.wait(20) == 1
+        await all_gone(family)
+        assert await client.zcard(KEYS.workers) == 0
+        assert await left_over(client) == set()
+
+
+async def test_an_engine_that_cannot_load_ends_the_worker(redis_url: str) -> None:
+    with start_worker(redis_url, environment=scripted("--fail-load", "no-such-weights")) as worker:
+        assert await worker.wait(30) == 1
+        assert "no-such-weights" in worker.log
+
+
+async def test_kill_9_leaves_no_process(redis_url: str, client: redis.asyncio.Redis) -> None:
+    async with scripted_worker(redis_url, engine=SLOW) as worker, InferenceClient.from_url(redis_url, model=MODEL) as c:
+        request_id = await c.submit("run", sampling=ENDLESS)
+        await until_delta(client, KEYS, request_id)
+        family = worker.family()
+        assert len(family) == 2
+        worker.send(signal.SIGKILL)
+        await all_gone(family)
+        await c.cancel(request_id)
+
+
+async def test_a_job_of_a_killed_worker_ends_within_its_lease(redis_url: str, client: redis.asyncio.Redis) -> None:
+    """Another worker finds the lapsed lease, also when it has no free slot; the reader is told, once."""
+    flags = ("--lease-seconds", "1", "--max-num-seqs", "1")
+    async with (
+        InferenceClient.from_url(redis_url, model=MODEL) as c,
+        scripted_worker(redis_url, *flags, engine=SLOW) as a,
+    ):
+        lost = await c.submit("lost", sampling=ENDLESS)
+        await until_delta(client, KEYS, lost)
+        async with scripted_worker(redis_url, *flags, engine=SLOW):
+            busy = await c.submit("busy", sampling=ENDLESS)
+            await until_delta(client, KEYS, busy)
+            a.send(signal.SIGKILL)
+            found = await until_ended(client, KEYS, lost)
+            assert found[-1].code == "attempts_exhausted"
+            assert text_of(found) == answer_to("lost", len(tokens_of(found)))
+            await c.cancel(busy)
+            await until_ended(client, KEYS, busy)
+
+
+async def test_a_stalled_worker_that_wakes_up_writes_nothing_more(redis_url: str, client: redis.asyncio.Redis) -> None:
+    flags = ("--lease-seconds", "1")
+    async with (
+        InferenceClient.from_url(redis_url, model=MODEL) as c,
+        scripted_worker(redis_url, *flags, engine=SLOW) as a,
+    ):
+        request_id = await c.submit("stall", sampling=ENDLESS)
+        await until_delta(client, KEYS, request_id)
+        a.send(signal.SIGSTOP)
+        async with scripted_worker(redis_url, *flags, engine=SLOW):
+            found = await until_ended(client, KEYS, request_id)
+            a.send(signal.SIGCONT)
+            await wait_until(lambda: "request.dropped" in a.log)
+            assert await events(client, KEYS, request_id) == found
+            again = await c.submit("again", sampling={"max_tokens": 3})
+            assert (await c.result(again)).text == answer_to("again", 3)
+
+
+BROKEN_PART = """
+import sys
+from inferq.worker import main, publisher
+
+async def break_down(self):
+    raise KeyError("canary-77ab")
+
+publisher.Publisher.run = break_down
+sys.exit(main.run(["--redis-url", sys.argv[1], "--served-model-name", "broken"]))
+"""
+
+
+def test_a_broken_part_ends_the_worker_with_1_and_says_where(redis_url: str) -> None:
+    """Nothing limps on without one of its parts. The log names the place, not the message."""
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_PART, redis_url],
+        env={**os.environ, **scripted()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = [json.loads(line) for line in done.stderr.splitlines() if "worker.broke" in line]
+    assert (line["error"], line["level"]) == ("KeyError", "critical")
+    assert line["raised_at"][-1].endswith("break_down")
+    assert "canary-77ab" not in done.stderr
+
+
+async def test_both_signals_have_handlers_of_their_own(redis_url: str) -> None:
+    """For process 1 of a container the kernel ignores a signal whose default action would end it."""
+    async with scripted_worker(redis_url) as worker:
+        status = dict(line.split(":", 1) for line in process_status(worker.pid))
+        caught = int(status["SigCgt"], 16)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            assert caught & 1 << number - 1, f"{number.name} is not caught"
+
+
+def process_status(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/status").read_text().splitlines()
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def can_make_namespaces() -> bool:
+    return (
+        shutil.which("unshare") is not None and not subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode
+    )
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="this machine lets nobody make a PID namespace")
+def test_process_1_of_a_container_stops_by_sigterm(redis_url: str) -> None:
+    """In a PID namespace of its own the worker is process 1, for which no signal has a default action."""
+    worker = [sys.executable, "-m", "inferq.worker.main", "--redis-url", redis_url, "--served-model-name", MODEL]
+    environment = {**os.environ, **scripted(*SLOW)}
+    with subprocess.Popen([*NAMESPACE, *worker], env=environment, stderr=subprocess.PIPE) as outer:
+        assert outer.stderr is not None
+        assert any(b"worker.ready" in line for line in outer.stderr)
+        (inner,) = psutil.Process(outer.pid).children()
+        inner.send_signal(signal.SIGTERM)
+        assert any(b"worker.stopped" in line for line in outer.stderr)
+        assert outer.wait(20) == 0

@@ -1,0 +1,261 @@
+"""One request from claim to end, against an engine that is told what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from support.scripted_redis import ScriptedRedis
+from support.waiting import wait_until
+
+from inferq.engine.admission import Prompt
+from inferq.engine.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from inferq.engine.request import Delta, FinishReason, SamplingParams
+from inferq.engine.stream import Sink
+from inferq.producer.events import Finished
+from inferq.producer.events import FinishReason as Reason
+from inferq.worker.clock import RedisClock
+from inferq.worker.commands import Claimed, Outcome
+from inferq.worker.errors import Dropped, ShuttingDown
+from inferq.worker.generate import Generation
+from inferq.worker.publisher import Publisher
+
+
+class ToldEngine:
+    """Takes requests, and lets a test give them their output. An abort flushes `held`, as the engine's does."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, Sink] = {}
+        self.said: list[tuple[str, str]] = []
+        self.refusal: Exception | None = None
+        self.tokenizing: asyncio.Event | None = None
+        self.held = ""
+        self.sent = (0, 0)
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        if self.tokenizing is not None:
+            await self.tokenizing.wait()
+        return [1, 2, 3]
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, sink: Sink) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.sinks[request_id] = sink
+
+    def abort(self, request_id: str) -> bool:
+        sink = self.sinks.pop(request_id, None)
+        if sink is None:
+            return False
+        self.said.append(("abort", request_id))
+        sink.put(Delta(*self.sent, self.held, (), FinishReason.CANCELLED))
+        return True
+
+    def pause(self, request_id: str) -> None:
+        self.said.append(("pause", request_id))
+
+    def resume(self, request_id: str) -> None:
+        self.said.append(("resume", request_id))
+
+    def give(self, text: str, tokens: int, reason: FinishReason | None = None) -> None:
+        (index, at), (request_id, sink) = self.sent, next(iter(self.sinks.items()))
+        self.sent = (index + tokens, at + len(text))
+        if reason is not None:
+            del self.sinks[request_id]
+        sink.put(Delta(index, at, text, tuple(range(index, index + tokens)), reason))
+
+
+class Bench:
+    def __init__(self, publisher: Publisher, redis: ScriptedRedis) -> None:
+        self.engine = ToldEngine()
+        self.redis = redis
+        self.clock = RedisClock()
+        self.publisher = publisher
+
+    def open(self, *, expires_at_ms: int | None = None, max_unsent_tokens: int = 100) -> Generation:
+        claimed = Claimed("a", "token", 7, 5, 1, b"{}", 12.5, expires_at_ms)
+        return Generation(
+            claimed,
+            engine=self.engine,
+            publisher=self.publisher,
+            clock=self.clock,
+            max_unsent_tokens=max_unsent_tokens,
+        )
+
+    @asynccontextmanager
+    async def running(self, generation: Generation) -> AsyncIterator[asyncio.Task[Finished]]:
+        task = asyncio.create_task(generation.run({"prompt": "hi"}))
+        await wait_until(lambda: self.engine.sinks or task.done())
+        yield task
+
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.redis.deltas("a"))
+
+    def tokens(self) -> list[int]:
+        return [token for delta in self.redis.deltas("a") for token in delta.token_ids]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    redis = ScriptedRedis()
+    publisher = Publisher(redis)
+    task = asyncio.create_task(publisher.run())
+    yield Bench(publisher, redis)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_request_ends_as_the_engine_says(bench: Bench) -> None:
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("Hel", 2)
+        bench.engine.give("lo", 1, FinishReason.LENGTH)
+        event = await task
+    assert await generation.finish(event) is Outcome.OK
+    assert event.finish_reasons == (Reason.LENGTH,)
+    assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (3, 3)
+    assert event.timings.queue_ms == 12.5
+    assert event.timings.total_ms >= event.timings.ttft_ms >= 0
+    assert (bench.text(), bench.tokens()) == ("Hello", [0, 1, 2])
+    assert bench.redis.deltas("a")[-1].finish_reason is Reason.LENGTH
+    assert bench.redis.streams["a"][-1].type == "finished"
+
+
+async def test_after_a_cancellation_no_further_token_is_published(bench: Bench) -> None:
+    """What was sent stands, what was not is dropped, and usage counts what stands."""
+    bench.redis.gate = asyncio.Event()
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("sent", 2)
+        await wait_until(lambda: bench.redis.calls)
+        bench.engine.give("never", 3)
+        bench.engine.held = " held"
+        generation.cancel()
+        generation.cancel()
+        bench.redis.gate.set()
+        event = await task
+        assert await generation.finish(event) is Outcome.OK
+    assert event.finish_reasons == (Reason.CANCELLED,)
+    assert event.usage.completion_tokens == 2
+    assert (bench.text(), bench.tokens()) == ("sent", [0, 1])
+    last = bench.redis.deltas("a")[-1]
+    assert (last.finish_reason, last.index, last.at, last.token_ids) == (Reason.CANCELLED, 2, 4, ())
+    assert bench.engine.said == [("abort", "a")]
+
+
+async def test_a_cancelled_request_shows_the_text_of_its_published_tokens(bench: Bench) -> None:
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("sent", 3)
+        await wait_until(lambda: bench.redis.streams)
+        bench.engine.held = " held"
+        generation.cancel()
+        await generation.finish(await task)
+    assert bench.text() == "sent held"
+
+
+async def test_cancelled_before_it_reaches_the_engine(bench: Bench) -> None:
+    bench.engine.tokenizing = asyncio.Event()
+    generation = bench.open()
+    task = asyncio.create_task(generation.run({"prompt": "hi"}))
+    await asyncio.sleep(0)
+    generation.cancel()
+    bench.engine.tokenizing.set()
+    event = await task
+    assert event.finish_reasons == (Reason.CANCELLED,)
+    assert event.usage.completion_tokens == 0
+    assert bench.engine.sinks == {}
+
+
+async def test_a_deadline_ends_with_all_that_was_generated(bench: Bench) -> None:
+    bench.clock.measured(0.0, 0.0, (0, 0))
+    generation = bench.open(expires_at_ms=int(bench.clock.now_ms()) + 100)
+    async with bench.running(generation) as task:
+        bench.engine.give("some", 4)
+        bench.engine.held = "!"
+        event = await task
+        await generation.finish(event)
+    assert event.finish_reasons == (Reason.DEADLINE,)
+    assert event.usage.completion_tokens == 4
+    assert bench.text() == "some!"
+    assert bench.redis.deltas("a")[-1].finish_reason is Reason.DEADLINE
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("x"), RequestFailedError("x")])
+async def test_a_failure_of_the_engine_comes_out(bench: Bench, error: Any) -> None:
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("some", 4)
+        bench.engine.sinks["a"].fail(error)
+        with pytest.raises(type(error)):
+            await task
+    assert bench.tokens() == [0, 1, 2, 3] or await wait_until(lambda: bench.tokens() == [0, 1, 2, 3])
+
+
+async def test_a_refusal_comes_out(bench: Bench) -> None:
+    bench.engine.refusal = InvalidRequestError("too long")
+    with pytest.raises(InvalidRequestError, match="too long"):
+        await bench.open().run({"prompt": "hi"})
+
+
+async def test_a_lost_request_publishes_nothing_more(bench: Bench) -> None:
+    bench.redis.gate = asyncio.Event()
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("sent", 2)
+        await wait_until(lambda: bench.redis.calls)
+        bench.engine.give("never", 3)
+        generation.drop("lease lost")
+        with pytest.raises(Dropped, match="lease lost"):
+            await task
+        bench.redis.gate.set()
+        await wait_until(lambda: bench.redis.streams)
+    assert bench.text() == "sent"
+    assert ("abort", "a") in bench.engine.said
+
+
+async def test_a_fenced_publish_drops_the_request(bench: Bench) -> None:
+    bench.redis.owners["a"] = "somebody else"
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("x", 1)
+        with pytest.raises(Dropped, match="fenced"):
+            await task
+    assert ("abort", "a") in bench.engine.said
+
+
+async def test_a_shutdown_ends_it_with_what_was_generated(bench: Bench) -> None:
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("some", 4)
+        generation.interrupt(ShuttingDown())
+        with pytest.raises(ShuttingDown):
+            await task
+    await wait_until(lambda: bench.redis.streams)
+    assert bench.text() == "some"
+
+
+async def test_the_first_end_counts(bench: Bench) -> None:
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("x", 1, FinishReason.STOP)
+        generation.cancel()
+        generation.interrupt(ShuttingDown())
+        assert (await task).finish_reasons == (Reason.STOP,)
+    assert bench.engine.said == []
+
+
+async def test_a_lagging_request_is_paused_and_goes_on(bench: Bench) -> None:
+    bench.redis.gate = asyncio.Event()
+    generation = bench.open(max_unsent_tokens=4)
+    async with bench.running(generation) as task:
+        for _ in range(5):
+            bench.engine.give("x", 1)
+        assert bench.engine.said == [("pause", "a")]
+        bench.redis.gate.set()
+        await wait_until(lambda: ("resume", "a") in bench.engine.said)
+        bench.engine.give("x", 1, FinishReason.STOP)
+        await generation.finish(await task)
+    assert bench.tokens() == list(range(6))

@@ -1,0 +1,270 @@
+"""The publisher against a scripted Redis: what is appended, whatever happens to calls and replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.scripted_redis import ScriptedRedis
+from support.waiting import wait_until
+
+from inferq.engine.request import Delta as EngineDelta
+from inferq.producer.events import Failed, Finished, FinishReason
+from inferq.worker.commands import Entry, Outcome
+from inferq.worker.publisher import MAX_BATCH, Outbox, Publisher
+
+FINISHED = Finished(finish_reasons=(FinishReason.STOP,))
+
+
+def outbox(request_id: str = "a", *, max_unsent_tokens: int = 1000) -> tuple[Outbox, list[object]]:
+    """An outbox, and what it said: True and False for pressure, an Outcome when it is gone."""
+    said: list[object] = []
+    box = Outbox(
+        request_id=request_id,
+        token="token",
+        epoch=7,
+        max_unsent_tokens=max_unsent_tokens,
+        on_pressure=said.append,
+        on_gone=said.append,
+    )
+    return box, said
+
+
+@asynccontextmanager
+async def running(redis: ScriptedRedis) -> AsyncIterator[Publisher]:
+    publisher = Publisher(redis)
+    task = asyncio.create_task(publisher.run())
+    try:
+        yield publisher
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def pieces(texts: Sequence[str]) -> list[EngineDelta]:
+    """One delta a text, with as many token ids as it has characters."""
+    deltas, index = [], 0
+    for text in texts:
+        deltas.append(EngineDelta(index, index, text, tuple(range(index, index + len(text)))))
+        index += len(text)
+    return deltas
+
+
+async def test_what_waits_goes_in_one_entry() -> None:
+    redis = ScriptedRedis()
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        for delta in pieces(["Hel", "lo", " world"]):
+            publisher.put(box, delta)
+        await publisher.finish(box, FINISHED)
+    (delta,) = redis.deltas("a")
+    assert (delta.text, delta.token_ids, delta.index, delta.at) == ("Hello world", tuple(range(11)), 0, 0)
+    assert [entry.entry_id for entry in redis.streams["a"]] == ["7-1", "7-2"]
+
+
+async def test_one_call_carries_all_requests_of_a_step() -> None:
+    redis = ScriptedRedis()
+    boxes = [outbox(f"r{number}")[0] for number in range(MAX_BATCH + 10)]
+    async with running(redis) as publisher:
+        for box in boxes:
+            publisher.put(box, EngineDelta(0, 0, "x", (1,)))
+        await wait_until(lambda: len(redis.streams) == len(boxes))
+    assert [len(call) for call in redis.calls] == [MAX_BATCH, 10]
+
+
+async def test_never_two_calls_in_flight() -> None:
+    redis = ScriptedRedis(gate=asyncio.Event())
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        first, *rest = pieces(["a", "b", "c"])
+        publisher.put(box, first)
+        await wait_until(lambda: redis.calls)
+        for delta in rest:
+            publisher.put(box, delta)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(redis.calls) == 1
+        redis.gate.set()
+        await publisher.finish(box, FINISHED)
+    assert [delta.text for delta in redis.deltas("a")] == ["a", "bc"]
+
+
+@pytest.mark.parametrize("step", ["refused", "lost"])
+async def test_a_retry_carries_the_same_bytes_under_the_same_id(step: str) -> None:
+    redis = ScriptedRedis(plan=[step, step, "ok", step, "ok"])
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        first, second = pieces(["one", "two"])
+        publisher.put(box, first)
+        await wait_until(lambda: redis.calls)
+        publisher.put(box, second)  # waits: what was sent is frozen
+        await publisher.finish(box, FINISHED)
+    tries = [call[0] for call in redis.calls if call[0].entry_id == "7-1"]
+    assert len(tries) == 3
+    assert len(set(tries)) == 1
+    assert [delta.text for delta in redis.deltas("a")] == ["one", "two"]
+    assert [entry.type for entry in redis.streams["a"]] == ["delta", "delta", "finished"]
+
+
+@pytest.mark.parametrize("step", ["refused", "lost"])
+async def test_the_terminal_event_is_written_once_whatever_happens_to_the_reply(step: str) -> None:
+    redis = ScriptedRedis(plan=[step, step, "ok"])
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        assert await publisher.finish(box, FINISHED) is Outcome.OK
+    assert [entry.type for entry in redis.streams["a"]] == ["finished"]
+    assert len({call[0] for call in redis.calls}) == 1
+
+
+async def test_a_fenced_request_is_dropped_alone() -> None:
+    redis = ScriptedRedis(owners={"a": "somebody else"})
+    (box, said), (other, other_said) = outbox("a"), outbox("b")
+    async with running(redis) as publisher:
+        publisher.put(box, EngineDelta(0, 0, "x", (1,)))
+        publisher.put(other, EngineDelta(0, 0, "x", (1,)))
+        assert await publisher.finish(box, FINISHED) is None
+        assert await publisher.finish(other, FINISHED) is Outcome.OK
+        publisher.put(box, EngineDelta(1, 1, "y", (2,)))
+    assert said == [Outcome.FENCED]
+    assert other_said == []
+    assert "a" not in {entry.request_id for call in redis.calls[1:] for entry in call}
+
+
+async def test_a_moved_stream_is_left_alone() -> None:
+    redis = ScriptedRedis()
+    box, said = outbox()
+    foreign = Entry("a", "x", "7-0", "9-0", "finished", "{}")
+    redis.streams["a"] = [foreign]
+    async with running(redis) as publisher:
+        publisher.put(box, EngineDelta(0, 0, "x", (1,)))
+        assert await publisher.finish(box, FINISHED) is None
+    assert said == [Outcome.MOVED]
+    assert redis.streams["a"] == [foreign]
+
+
+async def test_a_terminal_event_that_is_refused_says_so() -> None:
+    redis = ScriptedRedis(owners={"a": "somebody else"})
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        event = Failed(code="internal", message="m", attempts=1)
+        assert await publisher.finish(box, event) is Outcome.FENCED
+
+
+async def test_a_dropped_request_stops_trying() -> None:
+    redis = ScriptedRedis(plan=["refused"] * 1000)
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        publisher.put(box, EngineDelta(0, 0, "x", (1,)))
+        await wait_until(lambda: redis.calls)
+        box.drop()
+        assert await publisher.finish(box, FINISHED) is None
+        redis.plan.clear()
+        other, _ = outbox("b")
+        publisher.put(other, EngineDelta(0, 0, "x", (1,)))
+        await publisher.finish(other, FINISHED)
+    assert "a" not in redis.streams
+
+
+async def test_a_request_dropped_while_its_end_is_retried_gives_up() -> None:
+    redis = ScriptedRedis(plan=["refused"] * 1000)
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        end = asyncio.create_task(publisher.finish(box, FINISHED))
+        await wait_until(lambda: redis.calls)
+        box.drop()
+        assert await end is None
+
+
+async def test_pressure_is_told_over_the_bound_and_when_half_is_free() -> None:
+    redis = ScriptedRedis(gate=asyncio.Event())
+    box, said = outbox(max_unsent_tokens=10)
+    async with running(redis) as publisher:
+        deltas = pieces(["abcdef", "ghij", "k", "l"])
+        publisher.put(box, deltas[0])
+        publisher.put(box, deltas[1])
+        assert said == []
+        publisher.put(box, deltas[2])
+        assert said == [True]
+        publisher.put(box, deltas[3])
+        assert said == [True]
+        redis.gate.set()
+        await box.settled.wait()
+    assert said == [True, False]
+    assert box.num_unpublished == 0
+
+
+async def test_tokens_in_flight_count_as_unpublished() -> None:
+    redis = ScriptedRedis(gate=asyncio.Event())
+    box, said = outbox(max_unsent_tokens=5)
+    async with running(redis) as publisher:
+        first, second = pieces(["abcd", "ef"])
+        publisher.put(box, first)
+        await wait_until(lambda: redis.calls)
+        publisher.put(box, second)
+        assert box.num_unpublished == 6
+        assert said == [True]
+
+
+async def test_discarded_tokens_are_not_counted_and_never_sent() -> None:
+    redis = ScriptedRedis(gate=asyncio.Event())
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        first, second = pieces(["abc", "def"])
+        publisher.put(box, first)
+        await wait_until(lambda: redis.calls)
+        publisher.put(box, second)
+        assert box.discard()
+        assert not box.discard()
+        assert (box.num_tokens, box.num_chars) == (3, 3)
+        redis.gate.set()
+        await publisher.finish(box, FINISHED)
+    assert [delta.text for delta in redis.deltas("a")] == ["abc"]
+
+
+STEPS = st.lists(st.sampled_from(["ok", "refused", "lost"]), max_size=6)
+TEXTS = st.lists(st.text(alphabet="abé🦙", max_size=4), min_size=1, max_size=12)
+
+
+@given(
+    requests=st.lists(st.tuples(TEXTS, st.lists(st.integers(0, 3), max_size=12)), min_size=1, max_size=3), plan=STEPS
+)
+def test_every_token_is_published_once_and_in_order(
+    requests: list[tuple[list[str], list[int]]], plan: list[str]
+) -> None:
+    """Joined deltas equal what was put, whatever waits are in between and whatever happens to calls and replies."""
+
+    async def produce(publisher: Publisher, box: Outbox, texts: list[str], waits: list[int]) -> None:
+        for number, delta in enumerate(pieces(texts)):
+            publisher.put(box, delta, FinishReason.STOP if number == len(texts) - 1 else None)
+            for _ in range(waits[number] if number < len(waits) else 0):
+                await asyncio.sleep(0)
+        assert await publisher.finish(box, FINISHED) is Outcome.OK
+
+    async def run() -> ScriptedRedis:
+        redis = ScriptedRedis(plan=list(plan))
+        async with running(redis) as publisher, asyncio.TaskGroup() as group:
+            for number, (texts, waits) in enumerate(requests):
+                group.create_task(produce(publisher, outbox(f"r{number}")[0], texts, waits))
+        return redis
+
+    redis = asyncio.run(run())
+    for number, (texts, _) in enumerate(requests):
+        deltas = redis.deltas(f"r{number}")
+        joined = "".join(texts)
+        assert "".join(delta.text for delta in deltas) == joined
+        assert [token for delta in deltas for token in delta.token_ids] == list(range(len(joined)))
+        assert [delta.index for delta in deltas] == [
+            sum(len(d.token_ids) for d in deltas[:i]) for i in range(len(deltas))
+        ]
+        assert [delta.at for delta in deltas] == [sum(len(d.text) for d in deltas[:i]) for i in range(len(deltas))]
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.STOP]
+        entries = redis.streams[f"r{number}"]
+        assert [entry.entry_id for entry in entries] == [f"7-{n}" for n in range(1, len(entries) + 1)]
+        assert [entry.type for entry in entries] == ["delta"] * len(deltas) + ["finished"]
+    sent: dict[tuple[str, str], Entry] = {}
+    for entry in (entry for call in redis.calls for entry in call):
+        assert sent.setdefault((entry.request_id, entry.entry_id), entry) == entry

@@ -1,0 +1,200 @@
+"""arq's hooks that the queue worker stands on, and its claim loop against a Redis that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+import arq.worker
+import pytest
+from redis.exceptions import ConnectionError
+from support.waiting import wait_until
+
+from inferq.producer import connect
+from inferq.producer.contract import decode_json, encode_json
+from inferq.worker.commands import Claimed
+from inferq.worker.queue import QueueWorker
+from inferq.worker.settings import read_settings
+
+
+def test_the_hooks_are_those_of_arq_0_28() -> None:
+    """A version that moves one of them must not be installed unseen."""
+    assert version("arq").startswith("0.28.")
+    hooks = {
+        "main": ["self"],
+        "_poll_iteration": ["self"],
+        "start_jobs": ["self", "job_ids"],
+        "run_job": ["self", "job_id", "score"],
+        "async_run": ["self"],
+    }
+    for name, parameters in hooks.items():
+        method = getattr(arq.worker.Worker, name)
+        assert inspect.iscoroutinefunction(method)
+        assert list(inspect.signature(method).parameters) == parameters
+    assert "self.main()" in inspect.getsource(arq.worker.Worker.async_run)
+
+
+class ScriptedClaims:
+    """Notes each claim, and answers it with what the test has put up: jobs, or an error."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.answers: list[list[Claimed] | Exception] = []
+        self.gate: asyncio.Event | None = None
+
+    async def claim(self, **arguments: Any) -> list[Claimed]:
+        self.calls.append({**arguments, "exclude": list(arguments["exclude"]), "at": time.monotonic()})
+        answer = self.answers.pop(0) if self.answers else []
+        if self.gate is not None:
+            await self.gate.wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class ScriptedGeneration:
+    """A request that ends when it is told to."""
+
+    def __init__(self, claimed: Claimed) -> None:
+        self.claimed = claimed
+        self.token = claimed.token
+        self.end = asyncio.Event()
+        self.interrupted: list[Exception] = []
+
+    async def run(self, request: Any) -> Any:
+        await self.end.wait()
+        raise RuntimeError("ended by the test")
+
+    async def finish(self, event: Any) -> None:
+        return None
+
+    def interrupt(self, error: Exception) -> None:
+        self.interrupted.append(error)
+        self.end.set()
+
+
+def job(request_id: str) -> Claimed:
+    payload = encode_json({"t": None, "f": "generate", "a": [{}], "k": {}, "et": 1})
+    return Claimed(request_id, "token", 1, 1, 1, payload, 0.0, None)
+
+
+@asynccontextmanager
+async def running(claims: ScriptedClaims, *flags: str, slots: int = 4) -> AsyncIterator[QueueWorker]:
+    redis = connect("redis://localhost:1")  # never used: all commands are scripted
+    settings = read_settings(["--poll-seconds", "0.05", "--lease-seconds", "0.5", *flags])
+    worker = QueueWorker(
+        settings,
+        redis,
+        claims,
+        slots=slots,
+        open_generation=ScriptedGeneration,  # type: ignore[arg-type]
+    )
+    loop = asyncio.create_task(worker.async_run())
+    try:
+        yield worker
+    finally:
+        worker.stop_picking()
+        worker.interrupt_all(RuntimeError("the test is over"))
+        await worker.wait_idle()
+        await loop
+        await redis.aclose()
+
+
+async def test_the_worker_speaks_json_only_and_keeps_no_results() -> None:
+    async with running(ScriptedClaims()) as worker:
+        assert (worker.job_serializer, worker.job_deserializer) == (encode_json, decode_json)
+        assert worker.keep_result_s == 0
+        assert list(worker.functions) == ["generate"]
+        assert worker.queue_name == "inferq:demo:queue"
+        assert not worker.allow_abort_jobs
+
+
+async def test_slots_are_what_is_left_and_what_runs_is_passed_by() -> None:
+    claims = ScriptedClaims()
+    claims.answers = [[job("a"), job("b"), job("c")]]
+    async with running(claims, slots=3) as worker:
+        await wait_until(lambda: len(claims.calls) > 1)
+        assert claims.calls[0]["slots"] == 3
+        # Without a free slot the claim still ends what lapsed or was cancelled.
+        assert claims.calls[1]["slots"] == 0
+        assert claims.calls[1]["exclude"] == ["a", "b", "c"]
+        assert not worker.has_room.is_set()
+        worker.generations["b"].end.set()  # type: ignore[attr-defined]
+        await wait_until(lambda: claims.calls[-1]["slots"] == 1)
+        assert claims.calls[-1]["exclude"] == ["a", "c"]
+        assert worker.has_room.is_set()
+
+
+async def test_each_claim_has_a_token_of_its_own() -> None:
+    claims = ScriptedClaims()
+    async with running(claims):
+        await wait_until(lambda: len(claims.calls) > 3)
+    tokens = [call["token"] for call in claims.calls]
+    assert len(set(tokens)) == len(tokens)
+
+
+async def test_nothing_is_taken_over_for_one_lease_after_the_first_contact() -> None:
+    claims = ScriptedClaims()
+    async with running(claims):
+        await wait_until(lambda: claims.calls and claims.calls[-1]["sweep"])
+    first = next(call for call in claims.calls if call["sweep"])
+    assert first["at"] >= claims.calls[0]["at"] + 0.5
+    assert all(not call["sweep"] for call in claims.calls[: claims.calls.index(first)])
+
+
+async def test_a_redis_error_ends_nothing_and_puts_off_takeovers() -> None:
+    claims = ScriptedClaims()
+    async with running(claims):
+        await wait_until(lambda: claims.calls and claims.calls[-1]["sweep"])
+        claims.answers = [ConnectionError("scripted"), OSError("scripted"), [job("a")]]
+        await wait_until(lambda: not claims.answers)
+        failed = len(claims.calls)
+        await wait_until(lambda: len(claims.calls) > failed + 1)
+        assert not claims.calls[failed]["sweep"]
+        assert claims.calls[failed]["exclude"] == ["a"]
+        await wait_until(lambda: claims.calls[-1]["sweep"])
+
+
+async def test_a_ring_brings_a_claim_at_once() -> None:
+    claims = ScriptedClaims()
+    async with running(claims, "--poll-seconds", "60") as worker:
+        await wait_until(lambda: len(claims.calls) == 1)
+        worker.ring()
+        await wait_until(lambda: len(claims.calls) == 2, timeout=10)
+
+
+async def test_a_claim_under_way_at_the_stop_is_seen_through() -> None:
+    """Its jobs are this worker's already: they run, and only then is it idle."""
+    claims = ScriptedClaims()
+    claims.gate = asyncio.Event()
+    claims.answers = [[job("a")]]
+    async with running(claims) as worker:
+        await wait_until(lambda: claims.calls)
+        worker.stop_picking()
+        idle = asyncio.create_task(worker.wait_idle())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not idle.done()
+        claims.gate.set()
+        await wait_until(lambda: worker.generations)
+        assert not idle.done()
+        worker.interrupt_all(RuntimeError("stop"))
+        await idle
+        assert len(claims.calls) == 1
+
+
+@pytest.mark.parametrize("payload", [b"junk", encode_json({"t": None, "f": "no", "a": [], "k": {}, "et": 1})])
+async def test_a_job_that_cannot_be_read_still_comes_to_its_end(payload: bytes) -> None:
+    claims = ScriptedClaims()
+    claims.answers = [[Claimed("a", "token", 1, 1, 1, payload, 0.0, None)]]
+    async with running(claims) as worker:
+        await wait_until(lambda: len(claims.calls) > 1)
+        await worker.wait_idle()
+        assert worker.generations == {}
+        assert worker.tasks == {}
+        assert worker.job_counter == 0

@@ -1,0 +1,180 @@
+"""One request from its claim to its terminal event.
+
+Between the two the task of a request waits: its tokens go from the engine to the publisher in one synchronous pass a
+step. How it ends is decided once, by whoever comes first: the engine, a cancellation, a deadline, a lost lease, a
+shutdown. Knows neither Redis nor the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from inferq.engine.admission import Prompt
+from inferq.engine.errors import EngineError
+from inferq.engine.request import Delta, SamplingParams
+from inferq.engine.stream import Sink
+from inferq.producer.events import Finished, FinishReason, TerminalEvent, Timings, Usage
+
+from .clock import RedisClock
+from .commands import Claimed, Outcome
+from .errors import Dropped
+from .prepare import parse, run_where_it_fits
+from .publisher import Outbox, Publisher
+
+
+class Engine(Protocol):
+    """What a request asks of the engine; AsyncInferenceEngine has it."""
+
+    async def tokenize(self, prompt: Prompt) -> list[int]: ...
+
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, sink: Sink
+    ) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    def pause(self, request_id: str) -> None: ...
+
+    def resume(self, request_id: str) -> None: ...
+
+
+async def generate(ctx: dict[Any, Any], request: Any) -> Finished:
+    """The function that arq knows: one request, as it came over the wire. Raises what `failure` explains."""
+    generation: Generation = ctx["generation"]
+    return await generation.run(request)
+
+
+class Generation:
+    """A claimed request, and the sink of its output."""
+
+    def __init__(
+        self, claimed: Claimed, *, engine: Engine, publisher: Publisher, clock: RedisClock, max_unsent_tokens: int
+    ) -> None:
+        self.claimed = claimed
+        self._engine = engine
+        self._publisher = publisher
+        self._clock = clock
+        self._outbox = Outbox(
+            request_id=claimed.request_id,
+            token=claimed.token,
+            epoch=claimed.epoch,
+            max_unsent_tokens=max_unsent_tokens,
+            on_pressure=self._hold_back,
+            on_gone=lambda outcome: self.drop(outcome.value),
+        )
+        self._end: asyncio.Future[FinishReason | Exception] = asyncio.get_running_loop().create_future()
+        self._stopping: FinishReason | None = None  #: what an abort that is under way stands for
+        self._claimed_at = time.monotonic()
+        self._first_token_at: float | None = None
+        self._num_prompt_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<Generation {self.request_id} tokens={self._outbox.num_tokens} ended={self._end.done()}>"
+
+    @property
+    def request_id(self) -> str:
+        return self.claimed.request_id
+
+    @property
+    def token(self) -> str:
+        return self.claimed.token
+
+    async def run(self, request: Any) -> Finished:
+        """Generate until the end. Raises what went wrong, Dropped when nothing may be written any more."""
+        deadline = self._start_deadline()
+        try:
+            prompt, sampling = await run_where_it_fits(len(self.claimed.payload), parse, request, self.claimed)
+            prompt_token_ids = await self._engine.tokenize(prompt)
+            self._num_prompt_tokens = len(prompt_token_ids)
+            if not self._end.done():
+                self._engine.submit(self.request_id, prompt_token_ids, sampling, self)
+            end = await self._end
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+        if isinstance(end, Exception):
+            raise end
+        return Finished(finish_reasons=(end,), usage=self._usage(), timings=self._timings())
+
+    async def finish(self, event: TerminalEvent) -> Outcome | None:
+        """The one way out: what is left, then the terminal event. None if the request was dropped."""
+        self._resolve(Dropped("ended"))
+        return await self._publisher.finish(self._outbox, event)
+
+    # ---- from the engine, in the pass of a step ----
+
+    def put(self, delta: Delta) -> None:
+        if self._end.done():
+            return
+        if self._first_token_at is None and delta.token_ids:
+            self._first_token_at = time.monotonic()
+        if delta.finish_reason is None:
+            self._publisher.put(self._outbox, delta)
+            return
+        reason = self._stopping or FinishReason(delta.finish_reason.value)
+        if self._stopping is FinishReason.CANCELLED and self._outbox.discard():
+            # Text that belongs to tokens nobody will see is not shown either.
+            delta = Delta(self._outbox.num_tokens, self._outbox.num_chars, "", ())
+        self._publisher.put(self._outbox, delta, reason)
+        self._resolve(reason)
+
+    def fail(self, error: EngineError) -> None:
+        self._resolve(error)
+
+    # ---- from the worker ----
+
+    def cancel(self) -> None:
+        """End with what was published: from here on no further token is."""
+        self._stop(FinishReason.CANCELLED)
+
+    def drop(self, why: str) -> None:
+        """Publish nothing more."""
+        self._outbox.drop()
+        self.interrupt(Dropped(why))
+
+    def interrupt(self, error: Exception) -> None:
+        """End with an error, whatever the engine does."""
+        if self._resolve(error):
+            self._engine.abort(self.request_id)
+
+    def _stop(self, reason: FinishReason) -> None:
+        if self._end.done() or self._stopping is not None:
+            return
+        self._stopping = reason
+        if not self._engine.abort(self.request_id):  # not in the engine yet: nothing of it was generated
+            self._resolve(reason)
+
+    def _resolve(self, end: FinishReason | Exception) -> bool:
+        if self._end.done():
+            return False
+        self._end.set_result(end)
+        return True
+
+    def _start_deadline(self) -> asyncio.TimerHandle | None:
+        if self.claimed.expires_at_ms is None:
+            return None
+        delay = max(0.0, self._clock.seconds_until(self.claimed.expires_at_ms))
+        return asyncio.get_running_loop().call_later(delay, self._stop, FinishReason.DEADLINE)
+
+    def _hold_back(self, over: bool) -> None:
+        if self._end.done():
+            return
+        if over:
+            self._engine.pause(self.request_id)
+        else:
+            self._engine.resume(self.request_id)
+
+    def _usage(self) -> Usage:
+        return Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self._outbox.num_tokens)
+
+    def _timings(self) -> Timings:
+        """From the claim on, but for the time in the queue."""
+        first = self._first_token_at
+        return Timings(
+            queue_ms=self.claimed.queue_ms,
+            ttft_ms=None if first is None else round((first - self._claimed_at) * 1000, 3),
+            total_ms=round((time.monotonic() - self._claimed_at) * 1000, 3),
+        )

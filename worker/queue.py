@@ -1,0 +1,205 @@
+"""arq's Worker, cut by role: this part takes jobs from the queue and sees each through to its end.
+
+What stays arq's is the registry of functions, the tables of tasks, and the flag that says whether jobs are picked.
+What is replaced: the poll (one script claims any number of jobs, woken by a bell), and the run and the end of a job
+(leases, fencing and terminal events instead of timeouts, retries and results). A Redis error never ends the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+
+from arq.connections import ArqRedis
+from arq.worker import Worker, func
+from structlog.contextvars import bound_contextvars
+
+from inferq.producer.contract import FUNCTION, decode_json, encode_json
+from inferq.producer.events import Finished, TerminalEvent
+
+from .background import REDIS_ERRORS, Outage
+from .commands import Claimed, Outcome, WorkerCommands
+from .errors import Dropped
+from .generate import Generation, generate
+from .log import cause, get_logger
+from .prepare import failure, read_call, run_where_it_fits
+from .settings import WorkerSettings
+
+_log = get_logger("queue")
+
+
+class QueueWorker(Worker):
+    """Claims jobs while fewer than `slots` run. `open_generation` makes a claimed job's Generation."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        redis: ArqRedis,
+        commands: WorkerCommands,
+        *,
+        slots: int,
+        open_generation: Callable[[Claimed], Generation],
+    ) -> None:
+        super().__init__(
+            functions=[func(generate, name=FUNCTION)],
+            queue_name=settings.keys.queue,
+            redis_pool=redis,
+            handle_signals=False,
+            max_jobs=slots,
+            poll_delay=settings.claim_seconds,
+            keep_result=0,
+            job_serializer=encode_json,
+            job_deserializer=decode_json,
+        )
+        self.generations: dict[str, Generation] = {}  #: claimed and not ended, by request id
+        self.has_room = asyncio.Event()  #: set while a job could be taken
+        self.has_room.set()
+        self._settings = settings
+        self._commands = commands
+        self._open_generation = open_generation
+        self._wake = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._claiming = False
+        self._last_answer = float("-inf")
+        self._sweep_from = float("inf")
+
+    # ---- what others ask of it ----
+
+    def ring(self) -> None:
+        """Look at the queue now."""
+        self._wake.set()
+
+    def stop_picking(self) -> None:
+        """Claim nothing more; what is claimed goes on. The main loop ends after the claim under way."""
+        self.allow_pick_jobs = False
+        self._update_room()
+        self._stopped.set()
+        self._wake.set()
+
+    async def wait_idle(self) -> None:
+        """Return when nothing runs and no claim is under way."""
+        await self._idle.wait()
+
+    def interrupt_all(self, error: Exception) -> None:
+        for generation in list(self.generations.values()):
+            generation.interrupt(error)
+
+    # ---- arq's hooks ----
+
+    async def main(self) -> None:
+        """Claim when the bell rang, when a slot is free again, and at every poll. Ends after `stop_picking`."""
+        outage = Outage("queue")
+        while self.allow_pick_jobs:
+            self._wake.clear()
+            try:
+                await self._poll_iteration()
+            except REDIS_ERRORS as exc:
+                # Nobody could renew a lease meanwhile: those that lapsed are their owners' for one lease more.
+                self._distrust_leases()
+                await _wait(self._stopped, outage.failed(exc))
+            else:
+                outage.over()
+                await _wait(self._wake, self.poll_delay_s)
+
+    async def _poll_iteration(self) -> None:
+        """Claim as many jobs as there are free slots; with none, still end what lapsed, was cancelled or expired."""
+        self._claiming = True
+        self._update_room()
+        try:
+            claimed = await self._claim()
+            for each in claimed:
+                self.generations[each.request_id] = self._open_generation(each)
+            await self.start_jobs([each.request_id.encode() for each in claimed])
+        finally:
+            self._claiming = False
+            self._update_room()
+
+    async def start_jobs(self, job_ids: list[bytes]) -> None:
+        """Start a task for each job that was just claimed."""
+        for job_id in map(bytes.decode, job_ids):
+            self.job_counter += 1
+            task = self.tasks[job_id] = self.loop.create_task(self.run_job(job_id, 0), name=f"generate-{job_id}")
+            task.add_done_callback(lambda task, job_id=job_id: self._ended(job_id, task))  # type: ignore[misc]
+
+    async def run_job(self, job_id: str, score: int) -> None:
+        """See a claimed job through to its terminal event, whatever is wrong with it."""
+        generation = self.generations[job_id]
+        with bound_contextvars(request_id=job_id):
+            try:
+                event = await self._call(generation)
+            except Dropped as why:
+                _log.warning("request.dropped", why=str(why))
+                return
+            except Exception as exc:
+                event = failure(exc, generation.claimed.attempt)
+                _log.debug("request.raised", **cause(exc))
+            outcome = await generation.finish(event)
+            self._count(event, outcome)
+
+    # ---- its own ----
+
+    async def _claim(self) -> list[Claimed]:
+        now = time.monotonic()
+        if now - self._last_answer > max(self._settings.lease_seconds / 2, 2 * self.poll_delay_s):
+            self._distrust_leases()
+        claimed = await self._commands.claim(
+            worker=self._settings.worker_id,
+            token=secrets.token_hex(8),
+            lease_ms=self._settings.lease_ms,
+            slots=self.max_jobs - self.job_counter,
+            sweep=now >= self._sweep_from,
+            accept_plain=self._settings.accept_plain_jobs,
+            exclude=self.generations.keys(),
+        )
+        self._last_answer = time.monotonic()
+        return claimed
+
+    async def _call(self, generation: Generation) -> TerminalEvent:
+        payload = generation.claimed.payload
+        function, request = await run_where_it_fits(len(payload), read_call, payload, self.functions)
+        event: TerminalEvent = await function.coroutine({**self.ctx, "generation": generation}, request)
+        return event
+
+    def _count(self, event: TerminalEvent, outcome: Outcome | None) -> None:
+        if outcome is not Outcome.OK:
+            _log.warning("request.dropped", why=outcome.value if outcome else "lease lost")
+        elif isinstance(event, Finished):
+            self.jobs_complete += 1
+            _log.info("request.finished", **event.model_dump(mode="json", exclude={"type"}))
+        else:
+            self.jobs_failed += 1
+            _log.warning("request.failed", code=event.code.value, attempts=event.attempts)
+
+    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
+        del self.tasks[job_id]
+        del self.generations[job_id]
+        self.job_counter -= 1
+        self._update_room()
+        self._wake.set()
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            _log.error("request.abandoned", request_id=job_id, **cause(exc))
+
+    def _update_room(self) -> None:
+        if self.allow_pick_jobs and self.job_counter < self.max_jobs:
+            self.has_room.set()
+        else:
+            self.has_room.clear()
+        if self.job_counter or self._claiming:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _distrust_leases(self) -> None:
+        """After a lost connection, and before the first: take over nothing for one lease length."""
+        self._sweep_from = time.monotonic() + self._settings.lease_seconds
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -1,0 +1,135 @@
+"""The parts of a worker put together: what claims, publishes, renews, listens and shows signs of life.
+
+All of them run while the context is open. Knows how the parts are joined; each of them knows its own work only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from arq.connections import ArqRedis
+from redis.exceptions import AuthenticationError, ResponseError
+
+from inferq.engine.async_engine import AsyncInferenceEngine
+from inferq.producer.commands import ProducerCommands
+from inferq.producer.connection import blocking_connection, connect
+
+from .background import REDIS_ERRORS, Backoff, Outage, every, persist
+from .bell import QueueBell
+from .cancellation import CancellationBell
+from .clock import RedisClock
+from .commands import Claimed, WorkerCommands
+from .generate import Generation
+from .health import Health
+from .leases import Leases
+from .log import get_logger
+from .publisher import Publisher
+from .queue import QueueWorker
+from .settings import WorkerSettings
+
+#: A server that is starting beside the worker has so long.
+_REACH_SECONDS: Final = 5.0
+_EXPIRE_SECONDS: Final = 1.0
+_FAREWELL_SECONDS: Final = 1.0
+_log = get_logger("service")
+
+
+class RedisAway(Exception):
+    """Redis cannot be reached at the start."""
+
+
+@asynccontextmanager
+async def open_redis(url: str) -> AsyncIterator[ArqRedis]:
+    """A connection whose server has answered. Raises RedisAway, and UnsuitableConnection for a URL that is none.
+
+    A claim that is sent twice takes jobs twice, so commands are never sent again by the connection itself.
+    """
+    redis = connect(url, retries=0)
+    try:
+        await _reach(redis)
+        await _look_at_policy(redis)
+        yield redis
+    finally:
+        await redis.aclose()
+
+
+async def _reach(redis: ArqRedis) -> None:
+    backoff, problem = Backoff(), "no answer"
+    try:
+        async with asyncio.timeout(_REACH_SECONDS):
+            while True:
+                try:
+                    await redis.ping()
+                    return
+                except AuthenticationError:
+                    raise RedisAway("Redis refuses the credentials of --redis-url") from None
+                except REDIS_ERRORS as exc:
+                    problem = type(exc).__name__
+                await asyncio.sleep(backoff.next())
+    except TimeoutError:
+        raise RedisAway(f"Redis cannot be reached at --redis-url ({problem})") from None
+
+
+async def _look_at_policy(redis: ArqRedis) -> None:
+    """Under another policy a full server throws away jobs instead of refusing new ones."""
+    with contextlib.suppress(ResponseError):
+        found: dict[str, Any] = await redis.config_get("maxmemory-policy")
+        policy = found.get("maxmemory-policy", "noeviction")
+        if policy != "noeviction":
+            _log.warning("redis.may_evict_jobs", policy=policy, wanted="noeviction")
+
+
+@asynccontextmanager
+async def running_service(
+    settings: WorkerSettings, redis: ArqRedis, engine: AsyncInferenceEngine
+) -> AsyncIterator[QueueWorker]:
+    """Work until the block is left. Raises an ExceptionGroup, and ends the block, if a part is broken."""
+    clock, commands = RedisClock(), WorkerCommands(redis, settings.keys)
+    publisher = Publisher(commands)
+
+    def open_generation(claimed: Claimed) -> Generation:
+        return Generation(
+            claimed, engine=engine, publisher=publisher, clock=clock, max_unsent_tokens=settings.max_unsent_tokens
+        )
+
+    slots = engine.facts.max_num_seqs
+    worker = QueueWorker(settings, redis, commands, slots=slots, open_generation=open_generation)
+    health = Health(settings, redis, engine, clock, running=lambda: len(worker.generations))
+    leases = Leases(commands, worker.generations, settings.lease_ms)
+    expire = ProducerCommands(redis, settings.keys).expire
+    async with (
+        blocking_connection(redis) as bell_line,
+        blocking_connection(redis) as control_line,
+        asyncio.TaskGroup() as group,
+    ):
+        bell = QueueBell(bell_line, settings.keys.bell, wanted=worker.has_room, ring=worker.ring)
+        cancellations = CancellationBell(control_line, settings.keys.control, leases)
+        parts = [
+            group.create_task(_claim(worker, health)),
+            group.create_task(publisher.run()),
+            group.create_task(every(settings.renew_seconds, leases.renew, role="leases")),
+            group.create_task(every(_EXPIRE_SECONDS, expire, role="expiry")),
+            group.create_task(every(settings.heartbeat_seconds, health.beat, role="health")),
+            group.create_task(bell.listen()),
+            group.create_task(cancellations.listen()),
+        ]
+        try:
+            yield worker
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.wait(parts)
+            with contextlib.suppress(*REDIS_ERRORS):
+                async with asyncio.timeout(_FAREWELL_SECONDS):
+                    await health.remove()
+
+
+async def _claim(worker: QueueWorker, health: Health) -> None:
+    """Claim nothing before Redis' time is known and the worker is on the list."""
+    await persist(health.beat, Outage("health"))
+    _log.info("worker.ready", slots=worker.max_jobs)
+    await worker.async_run()
