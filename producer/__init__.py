@@ -1,0 +1,89 @@
+"""inferq for web apps: enqueue generation jobs, stream their tokens, cancel them.
+
+What stands in `__all__` is the whole promise. Importing it loads no model library.
+"""
+
+from .client import InferenceClient
+from .commands import CancelOutcome
+from .connection import connect
+from .contract import Keys, decode_json, encode_json, new_request_id
+from .errors import (
+    DuplicateRequest,
+    EngineFailure,
+    InferqError,
+    InvalidRequest,
+    JobLost,
+    QueueFull,
+    RedisUnavailable,
+    RequestFailed,
+    RequestRefused,
+    RequestReplaced,
+    UnknownModel,
+    UnknownRequest,
+    UnsuitableConnection,
+)
+from .events import (
+    Delta,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Prompt,
+    Queued,
+    Started,
+    Timings,
+    Usage,
+    decode_event,
+)
+from .fleet import Card, Fleet, ModelInfo, WorkerInfo
+from .requests import GenerateRequest, Message, Sampling
+from .results import Choice, Result, State, Status
+from .stream import EventStream
+
+__all__ = [
+    "CancelOutcome",
+    "Card",
+    "Choice",
+    "Delta",
+    "DuplicateRequest",
+    "EngineFailure",
+    "ErrorCode",
+    "Event",
+    "EventStream",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "Fleet",
+    "GenerateRequest",
+    "InferenceClient",
+    "InferqError",
+    "InvalidRequest",
+    "JobLost",
+    "Keys",
+    "Message",
+    "ModelInfo",
+    "Prompt",
+    "QueueFull",
+    "Queued",
+    "RedisUnavailable",
+    "RequestFailed",
+    "RequestRefused",
+    "RequestReplaced",
+    "Result",
+    "Sampling",
+    "Started",
+    "State",
+    "Status",
+    "Timings",
+    "UnknownModel",
+    "UnknownRequest",
+    "UnsuitableConnection",
+    "Usage",
+    "WorkerInfo",
+    "connect",
+    "decode_event",
+    "decode_json",
+    "encode_json",
+    "new_request_id",
+]

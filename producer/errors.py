@@ -8,6 +8,8 @@ InferqError
 ├── UnknownRequest            nothing is known under that id
 ├── JobLost                   the stream is gone while somebody read it
 ├── RequestReplaced           another job has begun under the id while somebody read it
+├── RedisUnavailable          Redis is away, or refuses the command
+├── UnsuitableConnection      the Redis client cannot be used: decoded responses, another serializer, a bad URL
 └── RequestFailed             the job ended in `failed`; `code` says why
     ├── RequestRefused        invalid_request, bad_payload, unsigned: sending it again is no use
     └── EngineFailure         the others: the service's fault
@@ -52,6 +54,14 @@ class JobLost(InferqError):
 
 class RequestReplaced(InferqError):
     """Another job has begun under the same id while its stream was read."""
+
+
+class RedisUnavailable(InferqError):
+    """Redis is away, or refuses the command. Whether a command that met this was carried out may be unknown."""
+
+
+class UnsuitableConnection(InferqError, ValueError):
+    """The Redis client or URL cannot be used; the message says what to change."""
 
 
 class RequestFailed(InferqError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from .contract import JOB_TTL_MS, MODEL_PATTERN
 
@@ -31,12 +32,31 @@ class _Wire(BaseModel):
 
 
 class Message(_Wire):
-    """One chat message. `content` may be null where the template allows it (an assistant's tool call)."""
+    """One chat message. `content` may be null where the template allows it (an assistant's tool call).
+
+    Further fields, of any JSON value, are the template's business.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
     content: str | None = None
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
+
+    @model_validator(mode="after")
+    def _plain_json(self) -> Message:
+        try:
+            _json_of(self.model_extra)
+        except (ValueError, RecursionError):
+            raise ValueError(
+                "further fields must be JSON: no NaN or infinity, no lone surrogate, not too deep"
+            ) from None
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """What the message counts against the bound of a prompt: its text, and its further fields as JSON."""
+        return len(self.content or "") + (len(_json_of(self.model_extra)) if self.model_extra else 0)
 
 
 class Sampling(_Wire):
@@ -90,9 +110,13 @@ class GenerateRequest(_Wire):
             raise ValueError(f"{given[0]} must not be empty")
         for text in [self.prompt] if self.prompt else [m.content for m in self.messages or ()]:
             _reject_surrogates(text or "")
-        if sum(len(m.content or "") for m in self.messages or ()) > MAX_PROMPT_CHARS:
+        if sum(message.num_chars for message in self.messages or ()) > MAX_PROMPT_CHARS:
             raise ValueError(f"messages have more than {MAX_PROMPT_CHARS} characters together")
         return self
+
+
+def _json_of(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
 def _reject_surrogates(text: str) -> None:
