@@ -1,0 +1,34 @@
+"""The asynchronous engine: requests in, token deltas out, usable without Redis. Importing this loads no torch."""
+
+from .async_engine import AsyncInferenceEngine
+from .config import EngineConfig
+from .errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+from .request import Completion, Delta, FinishReason, SamplingParams
+from .stream import AsyncStream, Sink, StreamClosedError
+from .tracker import RequestTracker
+
+__all__ = [
+    "AsyncInferenceEngine",
+    "AsyncStream",
+    "Completion",
+    "Delta",
+    "DuplicateRequestError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineOverloadedError",
+    "FinishReason",
+    "InvalidRequestError",
+    "RequestFailedError",
+    "RequestTracker",
+    "SamplingParams",
+    "Sink",
+    "StreamClosedError",
+]

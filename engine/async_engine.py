@@ -1,0 +1,287 @@
+"""The engine as its user holds it: start, add, generate, abort, stop.
+
+Puts together the loop that owns the child, the tracker that owns the requests, and the text side, which comes with
+the model that the child has loaded. Never imports torch, and knows nothing of Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
+
+from .admission import Admission, Prompt
+from .config import EngineConfig
+from .errors import EngineDeadError, EngineError, RequestFailedError
+from .loop import EngineLoop
+from .pipe import Freed, Log, Ready, Refused, Stats, Step
+from .request import Completion, Delta, SamplingParams
+from .stream import AsyncStream, Sink, StreamControl, StreamSink, open_stream
+from .tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from .text import TextProcessor
+
+DEFAULT_COMMAND: Final = (sys.executable, "-m", "inferq.engine.process")
+DEFAULT_SAMPLING: Final = SamplingParams()
+
+
+class RequestFields(TypedDict, total=False):
+    """What `add_request` takes by keyword."""
+
+    prompt_token_ids: Sequence[int] | None
+    messages: Sequence[Mapping[str, Any]] | None
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request that came before the engine was ready."""
+
+    key: int
+    prompt: Prompt
+    sampling: SamplingParams
+    sink: StreamSink
+
+
+class AsyncInferenceEngine:
+    """Runs a model in a child process, for many requests at once. Belongs to one event loop.
+
+    Start it from the main thread: only then does the kernel end the child with its parent whatever happens. As an
+    async context manager it starts on entry and stops on exit. `log` takes the child's log lines, which go to the
+    standard library's logging by default. A dead engine stays dead: make a new one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] = DEFAULT_COMMAND,
+        log: Callable[[Log], None] | None = None,
+    ) -> None:
+        self.config = config
+        self._command = tuple(command)
+        self._loop = EngineLoop(self._on_message, self._on_death, log or _log_line)
+        self._tracker = RequestTracker(self._loop.send, max_requests=config.max_num_seqs + config.max_waiting)
+        self._held: list[_Held] = []
+        self._admits: Admission | None = None  #: from ready on
+
+    def __repr__(self) -> str:
+        state = self._loop.death or ("running" if self.is_running else "not ready")
+        return f"<AsyncInferenceEngine {self.config.model}: {state}, {self.num_requests} requests>"
+
+    # ---- life ----
+
+    async def start_engine_loop(self) -> Ready:
+        """Start the child, wait until its model is loaded, and send it what was added meanwhile.
+
+        Raises EngineError if it was started before, EngineDeadError if it is dead or dies on the way. Cancelled
+        meanwhile, it leaves no child.
+        """
+        facts = await self._loop.start(self._command, self.config)
+        try:
+            text = await asyncio.to_thread(_load_text, facts.text_dir)
+            self._loop.check_alive()
+            self._admits = Admission(facts, text)
+            await self._launch_held()
+        except BaseException as exc:
+            self._loop.die(f"the engine could not be started: {exc!r}")
+            await self._loop.stop()
+            if isinstance(exc, EngineError) or not isinstance(exc, Exception):
+                raise
+            raise EngineDeadError(self._loop.death) from exc
+        return facts
+
+    async def stop(self) -> None:
+        """End every stream with EngineDeadError and the child in good order. May be called again, and by many."""
+        await self._loop.stop()
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Return why the engine died, when it has."""
+        return EngineDeadError(await self._loop.wait_dead())
+
+    async def __aenter__(self) -> Self:
+        await self.start_engine_loop()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # ---- facts ----
+
+    @property
+    def is_running(self) -> bool:
+        """True from ready to death."""
+        return self._admits is not None and self._loop.death is None
+
+    @property
+    def facts(self) -> Ready:
+        """The model's facts. Raises EngineError before the engine is ready."""
+        return self._admission.facts
+
+    @property
+    def text(self) -> TextProcessor:
+        """Tokenizer and chat template. Raises EngineError before the engine is ready."""
+        return self._admission.text
+
+    @property
+    def _admission(self) -> Admission:
+        if self._admits is None:
+            raise EngineError("the engine is not ready")
+        return self._admits
+
+    @property
+    def stats(self) -> Stats | None:
+        """The child's counters as last heard."""
+        return self._tracker.stats
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended for their users."""
+        return len(self._tracker)
+
+    @property
+    def idle(self) -> bool:
+        """True when no request is left, here and in the child."""
+        return self._tracker.idle
+
+    # ---- requests ----
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+    ) -> AsyncStream:
+        """Take a request: exactly one of the three kinds of prompt. Returns its stream.
+
+        Before the engine is ready the request is held, and its stream tells what is wrong with it. Raises
+        InvalidRequestError, DuplicateRequestError, EngineOverloadedError, EngineDeadError.
+        """
+        checked = Prompt(prompt, prompt_token_ids, messages)
+        self._loop.check_alive()
+        tracker = self._tracker
+        key = tracker.new_key()
+        control = StreamControl(partial(tracker.abort, key), partial(tracker.pause, key), partial(tracker.resume, key))
+        sink, stream = open_stream(request_id, control)
+        tracker.reserve(key, request_id, sink)
+        held = _Held(key, checked, sampling, sink)
+        if not self.is_running:
+            self._held.append(held)
+            return stream
+        try:
+            await self._launch(held)
+        except BaseException:
+            tracker.release(key)
+            raise
+        return stream
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, sink: Sink) -> None:
+        """Take a tokenized request whose output goes to `sink`, which is not called before this returns.
+
+        Raises as `add_request` does, and EngineError before the engine is ready.
+        """
+        self._loop.check_alive()
+        admitted = self._admission.admit(prompt_token_ids, sampling)
+        key = self._tracker.new_key()
+        self._tracker.reserve(key, request_id, sink)
+        self._tracker.launch(key, prompt_token_ids, admitted)
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt: in a thread where it is long, and not at all where it cannot fit.
+
+        Raises InvalidRequestError, and EngineError before the engine is ready.
+        """
+        return await self._admission.tokenize(prompt)
+
+    async def generate(
+        self, prompt: str | None = None, *, request_id: str | None = None, **fields: Unpack[RequestFields]
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of one request, which is added with the first step of the iteration and aborted when that closes.
+
+        Raises as `add_request` does, and the request's own EngineError.
+        """
+        async with await self.add_request(request_id or uuid.uuid4().hex, prompt, **fields) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def complete(
+        self, prompt: str | None = None, *, request_id: str | None = None, **fields: Unpack[RequestFields]
+    ) -> Completion:
+        """The whole answer. Raises as `generate` does; cancelled meanwhile, it aborts the request."""
+        async with await self.add_request(request_id or uuid.uuid4().hex, prompt, **fields) as stream:
+            return await stream.collect()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request: its stream gets what is held back, and CANCELLED. False, and no harm, if no such one lives."""
+        key = self._tracker.key_of(request_id)
+        return key is not None and self._tracker.abort(key)
+
+    def pause(self, request_id: str) -> None:
+        """Leave a request out of further steps, its blocks kept, until `resume`."""
+        if (key := self._tracker.key_of(request_id)) is not None:
+            self._tracker.pause(key)
+
+    def resume(self, request_id: str) -> None:
+        if (key := self._tracker.key_of(request_id)) is not None:
+            self._tracker.resume(key)
+
+    def freed(self, request_id: str) -> asyncio.Future[Stats | None]:
+        """Done when the child holds no block of that request: with its counters then, or None if it has died.
+
+        Asked for while the request lives, or after its abort and before its id is used again.
+        """
+        future: asyncio.Future[Stats | None] = asyncio.get_running_loop().create_future()
+        self._tracker.when_freed(request_id, lambda stats: None if future.done() else future.set_result(stats))
+        return future
+
+    # ---- inside ----
+
+    async def _launch(self, held: _Held) -> None:
+        token_ids = await self._admission.tokenize(held.prompt)
+        admitted = self._admission.admit(token_ids, held.sampling)
+        held.sink.count_prompt(len(token_ids))
+        self._tracker.launch(held.key, token_ids, admitted)
+
+    async def _launch_held(self) -> None:
+        held_requests, self._held = self._held, []
+        for held in held_requests:
+            try:
+                await self._launch(held)
+            except EngineError as exc:
+                self._tracker.fail(held.key, exc)
+            except Exception as exc:
+                self._tracker.fail(held.key, RequestFailedError(f"the request failed: {exc!r}"))
+
+    def _on_message(self, message: Step | Refused | Freed) -> None:
+        match message:
+            case Step():
+                self._tracker.on_step(message)
+            case Refused():
+                self._tracker.on_refused(message)
+            case Freed():
+                self._tracker.on_freed(message)
+
+    def _on_death(self, reason: str) -> None:
+        self._held.clear()
+        self._tracker.fail_all(reason)
+
+
+def _load_text(text_dir: str) -> TextProcessor:
+    # Imported in the thread that loads: tokenizers and jinja2 take 0.2 s, and the child needs neither.
+    from .text import TextProcessor
+
+    return TextProcessor.load(text_dir)
+
+
+def _log_line(message: Log) -> None:
+    level = logging.getLevelNamesMapping().get(message.level.upper(), logging.INFO)
+    logging.getLogger("inferq.engine").log(level, "%s %s", message.event, message.details)

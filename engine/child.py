@@ -1,0 +1,132 @@
+"""The engine's process as the parent holds it: started, written to, read from, ended; never left behind.
+
+Knows the pipe's framing and what a process is; knows nothing of requests. The child's standard output goes to
+standard error, so that a crash is seen and no print of a model's code gets into the user's output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, Self
+
+from .config import EngineConfig
+from .lifeline import spawn_bound
+from .pipe import Decoder, Down, Stop, encode
+
+_READ_BYTES: Final = 64 * 1024
+#: What may wait to be written. A child drains its end at all times: one that lets so much pile up is not alive.
+MAX_UNSENT_BYTES: Final = 256 * 1024 * 1024
+_POLL_SECONDS: Final = 0.01
+_STANDARD_ERROR: Final = 2
+
+
+class EngineProcess:
+    """One child and its pipe. Belongs to one event loop."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._decoder = Decoder()
+        self.overflowed = False  #: it was killed because it read nothing
+
+    @classmethod
+    async def start(cls, command: Sequence[str], config: EngineConfig) -> Self:
+        """Start `command --fd N --config JSON`. Raises OSError where that program cannot be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                args = [*command, "--fd", str(theirs.fileno()), "--config", config.to_json()]
+                process = spawn_bound(args, pass_fds=(theirs.fileno(),), stdout=_STANDARD_ERROR)
+        except BaseException:
+            ours.close()
+            raise
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_READ_BYTES)
+        except BaseException:
+            ours.close()
+            _kill_session(process)
+            process.wait()
+            raise
+        return cls(process, reader, writer)
+
+    def __repr__(self) -> str:
+        return f"<EngineProcess pid={self.pid} returncode={self._process.returncode}>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Down) -> None:
+        """Write without waiting. A child that has ended hears nothing; one that never reads is killed."""
+        if self._writer.is_closing():
+            return
+        self._writer.write(encode(message))
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.overflowed = True
+            self.kill()
+
+    async def receive(self) -> Iterator[Any] | None:
+        """The messages that came next, perhaps none; None at the pipe's end. Read all of them before the next call.
+
+        Iterating raises PipeError for garbage.
+        """
+        try:
+            data = await self._reader.read(_READ_BYTES)
+        except OSError:
+            return None
+        return self._decoder.feed(data) if data else None
+
+    def kill(self) -> None:
+        """At once, with whatever it has started."""
+        if self._process.poll() is None:
+            _kill_session(self._process)
+
+    async def wait(self) -> int:
+        """The exit status: a code, or minus the signal that ended it."""
+        while (returncode := self._process.poll()) is None:  # noqa: ASYNC110 - an exit sets no event
+            await asyncio.sleep(_POLL_SECONDS)
+        return returncode
+
+    async def end(self, *, grace_seconds: float) -> int:
+        """See it ended: by itself within the grace, or killed. Cancelled meanwhile: killed. Closes the pipe."""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_seconds):
+                    await self.wait()
+        finally:
+            self.kill()
+            self._writer.transport.abort()  # what was not written reaches nobody any more
+            returncode = await self.wait()
+            with suppress(OSError):
+                await self._writer.wait_closed()
+        return returncode
+
+    async def terminate(self, *, grace_seconds: float) -> int:
+        """Ask it to stop, then see it ended."""
+        self.send(Stop())
+        return await self.end(grace_seconds=grace_seconds)
+
+
+def describe_exit(returncode: int) -> str:
+    """An exit status in words."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    # It leads a session, so its process group is its own, and stays its own until it is waited for.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

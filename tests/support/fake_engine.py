@@ -1,0 +1,134 @@
+"""Stand-ins for what the tracker stands between: a text side, a sink, and the child as far as a request can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inferq.engine.admission import Admitted
+from inferq.engine.detokenizer import Piece
+from inferq.engine.errors import EngineError
+from inferq.engine.pipe import Abort, Add, Down, Freed, Pause, Resume, Stats, Step
+from inferq.engine.request import Delta, FinishReason
+
+SAMPLING = {"max_tokens": 16}
+
+
+class PlainOutput:
+    """A token id is a code point. The text of the last token is held back; `stop` ends the request."""
+
+    def __init__(self, stop: str = "", fail_at: str = "") -> None:
+        self.stop = stop
+        self.fail_at = fail_at
+        self.held = ""
+
+    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
+        used: list[int] = []
+        text = self.held
+        for token_id in token_ids:
+            used.append(token_id)
+            if chr(token_id) == self.fail_at:
+                raise ValueError("the detokenizer broke")
+            if chr(token_id) == self.stop:
+                finish_reason = FinishReason.STOP
+                break
+            text += chr(token_id)
+        self.held = "" if finish_reason else text[-1:]
+        return Piece(text if finish_reason else text[:-1], tuple(used), finish_reason)
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+def admitted(stop: str = "", fail_at: str = "") -> Admitted:
+    return Admitted(SAMPLING, PlainOutput(stop, fail_at))  # type: ignore[arg-type]
+
+
+@dataclass
+class ListSink:
+    """Keeps what it was given, and raises when it was told to."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    errors: list[EngineError] = field(default_factory=list)
+    put_error: Exception | None = None
+    fail_error: Exception | None = None
+
+    def put(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        if self.put_error is not None:
+            raise self.put_error
+
+    def fail(self, error: EngineError) -> None:
+        self.errors.append(error)
+        if self.fail_error is not None:
+            raise self.fail_error
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for delta in self.deltas for token_id in delta.token_ids]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+    @property
+    def num_ends(self) -> int:
+        return len(self.errors) + sum(delta.finish_reason is not None for delta in self.deltas)
+
+    def check_contiguous(self) -> None:
+        """Every delta stands where those before it ended."""
+        num_tokens = num_chars = 0
+        for delta in self.deltas:
+            assert (delta.index, delta.at) == (num_tokens, num_chars)
+            num_tokens += len(delta.token_ids)
+            num_chars += len(delta.text)
+
+
+class ChildModel:
+    """What the parent may expect of any child: an inbox in order, one block a running request, Freed for each Abort."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Down] = []
+        self.running: set[int] = set()
+        self.paused: set[int] = set()
+        self.steps = 0
+
+    def send(self, message: Down) -> None:
+        self.inbox.append(message)
+
+    def drain(self) -> list[Freed]:
+        """Apply all that was sent."""
+        answers: list[Freed] = []
+        while self.inbox:
+            match self.inbox.pop(0):
+                case Add(key):
+                    assert key not in self.running, "a key was used twice"
+                    self.running.add(key)
+                case Abort(key):
+                    self.forget(key)
+                    answers.append(Freed(key, self.stats()))
+                case Pause(key):
+                    self.paused.add(key)
+                case Resume(key):
+                    self.paused.discard(key)
+        return answers
+
+    def forget(self, key: int) -> None:
+        self.running.discard(key)
+        self.paused.discard(key)
+
+    def step(self, outputs: list[tuple[int, str, FinishReason | None]]) -> Step:
+        self.steps += 1
+        for key, _, reason in outputs:
+            if reason is not None:
+                self.forget(key)
+        return Step([[key, [ord(c) for c in text], reason] for key, text, reason in outputs], self.stats())
+
+    def stats(self) -> Stats:
+        used = len(self.running)
+        return Stats(self.steps, used, 0, used, 1000 - used, 0)

@@ -1,0 +1,194 @@
+"""The child as the parent holds it: real processes that answer, exit, hang, talk nonsense, or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.processes import SCRIPTED_ENGINE, all_gone
+
+import inferq.engine.child
+from inferq.engine.child import EngineProcess, describe_exit
+from inferq.engine.config import EngineConfig
+from inferq.engine.pipe import Abort, Add, Fatal, Freed, Log, PipeError, Ready
+
+Start = Callable[[Sequence[str]], Awaitable[EngineProcess]]
+SCRIPTED = (sys.executable, str(SCRIPTED_ENGINE))
+
+
+def command(code: str) -> tuple[str, ...]:
+    """A child that runs `code` with its end of the pipe as `pipe`."""
+    prelude = "import socket, sys, time; pipe = socket.socket(fileno=int(sys.argv[sys.argv.index('--fd') + 1]));"
+    return (sys.executable, "-c", prelude + code)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(cache_dir=str(tmp_path))
+
+
+@pytest.fixture
+async def start(config: EngineConfig) -> AsyncIterator[Start]:
+    """Starts children, and sees them ended whatever the test comes to."""
+    started: list[EngineProcess] = []
+
+    async def start_child(command: Sequence[str]) -> EngineProcess:
+        process = await EngineProcess.start(command, config)
+        started.append(process)
+        return process
+
+    yield start_child
+    for process in started:
+        await process.end(grace_seconds=0)
+
+
+def python(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+
+
+async def read(process: EngineProcess, done: Callable[[list[Any]], bool] = lambda seen: False) -> list[Any]:
+    """All messages, chunk by chunk, until `done` says so of them or the pipe ends."""
+    seen: list[Any] = []
+    while not done(seen) and (messages := await process.receive()) is not None:
+        seen += messages
+    return seen
+
+
+def has(kind: type) -> Callable[[list[Any]], bool]:
+    return lambda seen: any(isinstance(message, kind) for message in seen)
+
+
+async def test_it_speaks_and_stops_in_good_order(start: Start) -> None:
+    process = await start(SCRIPTED)
+    assert [type(m) for m in await read(process, has(Ready))] == [Log, Ready]
+    process.send(Abort(2))
+    assert [type(m) for m in await read(process, has(Freed))] == [Freed]
+    process.send(Add(1, [65, 66], {"max_tokens": 3}))
+
+    def finished(seen: list[Any]) -> bool:
+        return bool(seen) and seen[-1].outputs[-1][2] is not None
+
+    steps = await read(process, finished)
+    assert [(key, len(ids), reason) for step in steps for key, ids, reason in step.outputs] == [
+        (1, 1, None),
+        (1, 1, None),
+        (1, 1, "length"),
+    ]
+    assert await process.terminate(grace_seconds=20) == 0
+    assert not psutil.pid_exists(process.pid)
+    process.send(Abort(1))  # nobody is there: no error
+
+
+async def test_a_child_that_hangs_is_killed_after_the_grace(start: Start) -> None:
+    process = await start(command("time.sleep(600)"))
+    assert await process.terminate(grace_seconds=0.05) == -signal.SIGKILL
+    assert await read(process) == []
+
+
+async def test_the_grace_cut_short_leaves_no_child(start: Start) -> None:
+    process = await start(command("time.sleep(600)"))
+    ending = asyncio.create_task(process.terminate(grace_seconds=600))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert not psutil.pid_exists(process.pid)
+
+
+async def test_what_the_child_has_started_goes_with_it(start: Start) -> None:
+    code = (
+        "import subprocess; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "from inferq.engine.pipe import encode, Fatal; pipe.sendall(encode(Fatal(str(p.pid)))); time.sleep(600)"
+    )
+    process = await start(command(code))
+    (message,) = await read(process, has(Fatal))
+    grandchild = psutil.Process(int(message.message))
+    assert await process.end(grace_seconds=0) == -signal.SIGKILL
+    await all_gone([grandchild])
+
+
+async def test_garbage_is_a_pipe_error_after_what_was_good(start: Start) -> None:
+    code = "from inferq.engine.pipe import encode, Fatal; pipe.sendall(encode(Fatal('x')) + b'\\xff' * 64)"
+    process = await start(command(code))
+    seen: list[Any] = []
+    with pytest.raises(PipeError, match="is over"):
+        while (messages := await process.receive()) is not None:
+            seen.extend(messages)
+    assert [type(message) for message in seen] == [Fatal]
+    await process.end(grace_seconds=20)
+
+
+async def test_a_child_that_reads_nothing_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inferq.engine.child, "MAX_UNSENT_BYTES", 1024 * 1024)
+    process = await start(command("time.sleep(600)"))
+    sent = 0
+    while not process.overflowed:
+        process.send(Add(sent, [1] * 10_000, {}))
+        sent += 1
+        assert sent < 1000
+    assert await process.wait() == -signal.SIGKILL
+    assert await read(process) == []
+    await process.end(grace_seconds=0)
+
+
+async def test_its_prints_go_to_standard_error() -> None:
+    code = """
+import asyncio, sys
+from inferq.engine.child import EngineProcess
+from inferq.engine.config import EngineConfig
+async def main():
+    process = await EngineProcess.start((sys.executable, "-c", "print('printed by a model')"), EngineConfig())
+    await process.end(grace_seconds=60)
+asyncio.run(main())
+"""
+    result = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("", "printed by a model\n")
+
+
+async def test_a_program_that_is_not_there_leaks_nothing(config: EngineConfig) -> None:
+    before = psutil.Process().num_fds()
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            await EngineProcess.start(("/no/such/engine",), config)
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(0, "exited with code 0"), (-9, "was killed by SIGKILL"), (-250, "was killed by signal 250")]
+)
+def test_an_exit_in_words(status: int, words: str) -> None:
+    assert describe_exit(status) == words
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux' own")
+@pytest.mark.parametrize("busy", [[], ["--hang-after", "0"]])
+async def test_kill_9_of_the_parent_leaves_no_child(busy: list[str], tmp_path: Path) -> None:
+    """Also while the child hangs in a step."""
+    code = f"""
+import asyncio
+from inferq.engine.child import EngineProcess
+from inferq.engine.config import EngineConfig
+from inferq.engine.pipe import Add, Ready
+async def main():
+    process = await EngineProcess.start({(*SCRIPTED, *busy)!r}, EngineConfig(cache_dir={str(tmp_path)!r}))
+    while not any(isinstance(m, Ready) for m in await process.receive()):
+        pass
+    process.send(Add(1, [65], {{"max_tokens": 30000}}))
+    print(process.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with python(code) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(await asyncio.to_thread(parent.stdout.readline)))
+        assert child.is_running()
+        parent.kill()
+        parent.wait()
+        await all_gone([child], timeout=2.0)
