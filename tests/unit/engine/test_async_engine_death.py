@@ -31,10 +31,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Make = Callable[..., AsyncInferenceEngine]
+Started = Callable[[], set[psutil.Process]]
 
 
 @pytest.fixture
-async def make(cache: Path) -> AsyncIterator[Make]:
+def started() -> Started:
+    """The processes that this test has started and that still exist."""
+    before = set(psutil.Process().children())
+    return lambda: set(psutil.Process().children()) - before
+
+
+@pytest.fixture
+async def make(cache: Path, started: Started) -> AsyncIterator[Make]:
     """Makes engines. At the end each is stopped, and none may have left a process or a request."""
     engines: list[AsyncInferenceEngine] = []
 
@@ -46,7 +54,7 @@ async def make(cache: Path) -> AsyncIterator[Make]:
     for engine in engines:
         await engine.stop()
         assert engine.idle
-    assert psutil.Process().children() == []
+    assert started() == set()
 
 
 def child_of(engine: AsyncInferenceEngine) -> psutil.Process:
@@ -108,13 +116,15 @@ async def test_a_child_that_hangs_is_gone_after_stop(make: Make, monkeypatch: py
         await read_all(stream)
 
 
-async def test_a_child_that_closes_its_pipe_and_stays_is_ended(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_closes_its_pipe_and_stays_is_ended(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, started: Started
+) -> None:
     monkeypatch.setattr(inferq.engine.loop, "_EXIT_SECONDS", 0.1)
     code = "import os, sys, time; os.close(int(sys.argv[sys.argv.index('--fd') + 1])); time.sleep(600)"
     engine = AsyncInferenceEngine(EngineConfig(), command=(sys.executable, "-c", code))
     with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
         await engine.start_engine_loop()
-    assert psutil.Process().children() == []
+    assert started() == set()
 
 
 async def test_a_failure_in_the_loop_itself_is_a_death(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +218,7 @@ async def test_a_start_is_once(make: Make) -> None:
 
 
 @pytest.mark.parametrize("child_exists", [False, True])
-async def test_a_start_that_is_cancelled_leaves_no_child(make: Make, child_exists: bool) -> None:
+async def test_a_start_that_is_cancelled_leaves_no_child(make: Make, child_exists: bool, started: Started) -> None:
     engine = make("--load-ms", "600000")
     held = await engine.add_request("held", "a")
     starting = asyncio.create_task(engine.start_engine_loop())
@@ -216,7 +226,7 @@ async def test_a_start_that_is_cancelled_leaves_no_child(make: Make, child_exist
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert psutil.Process().children() == []
+    assert started() == set()
     with pytest.raises(EngineDeadError):
         await read_all(held)
 
@@ -233,13 +243,13 @@ async def test_a_loop_that_is_cancelled_before_its_first_step_ends_the_start(mak
 
 
 @pytest.mark.parametrize("child_exists", [False, True])
-async def test_a_stop_during_the_start_ends_both(make: Make, child_exists: bool) -> None:
+async def test_a_stop_during_the_start_ends_both(make: Make, child_exists: bool, started: Started) -> None:
     engine = make("--load-ms", "600000")
     starting = asyncio.create_task(engine.start_engine_loop())
     await (wait_until(lambda: engine._loop._process) if child_exists else asyncio.sleep(0))
     with contextlib.suppress(EngineDeadError):
         await asyncio.gather(engine.stop(), starting)
-    assert psutil.Process().children() == []
+    assert started() == set()
     with pytest.raises(EngineDeadError, match="stopped"):
         await starting
 
