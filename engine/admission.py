@@ -7,7 +7,7 @@ that names the limit, raised before the child hears of it. Standard library only
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,11 +66,17 @@ class Prompt:
 def _count_chars(value: object) -> int:
     if isinstance(value, str):
         return len(value)
+    return sum(map(_count_chars, _items(value)))
+
+
+def _count_values(value: object) -> int:
+    return 1 + sum(map(_count_values, _items(value)))
+
+
+def _items(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        return sum(_count_chars(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_count_chars(item) for item in value)
-    return 0
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +97,18 @@ class Admission:
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids: in a thread where it is long. Raises InvalidRequestError."""
         prompt.check_size(self.facts.max_model_len, self.text.max_token_chars)
-        if prompt.num_chars <= _INLINE_CHARS:
+        # A template walks through every value of a chat, whether it holds text or not.
+        if prompt.num_chars + _count_values(prompt.messages) <= _INLINE_CHARS:
             return prompt.encode(self.text)
         return await asyncio.to_thread(prompt.encode, self.text)
 
     def admit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Admitted:
         """Check a tokenized request against the model. Raises InvalidRequestError."""
         facts = self.facts
+        # The length comes first: a look at each of a million ids would hold up everybody.
+        _check_room(len(prompt_token_ids), sampling.max_tokens, facts.max_model_len)
         _check_ids("the prompt", prompt_token_ids, facts.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
-        _check_room(len(prompt_token_ids), sampling.max_tokens, facts.max_model_len)
         fields = {
             "max_tokens": sampling.max_tokens,  # None: the child knows how much room context and pool leave
             "temperature": sampling.temperature,

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from .cli_commands import cancel, generate, status
+from .cli_commands import OutputLost, cancel, generate, status
 from .connection import DEFAULT_URL
 from .errors import InferqError, InvalidRequest, RedisUnavailable, UnknownModel, UnsuitableConnection
 
@@ -29,16 +29,20 @@ INTERRUPTED: Final = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still gets the others
     try:
+        if getattr(args, "prompt", None) == "-":
+            args.prompt = _read_stdin(parser)  # before the loop runs, so that Ctrl-C ends the waiting
         return FAILED if asyncio.run(_interruptible(args.command(args))) else OK
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails to flush it at exit
-        return FAILED
+    except OutputLost as exc:
+        if sys.stdout is not None:  # or the interpreter fails to flush it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED if isinstance(exc.__cause__, BrokenPipeError) else _complain(exc, FAILED)
     except RedisUnavailable as exc:
         return _complain(exc, UNREACHABLE)
     except (InvalidRequest, UnknownModel, UnsuitableConnection) as exc:
@@ -60,7 +64,16 @@ async def _interruptible(work: Coroutine[Any, Any, bool]) -> bool:
     return await work
 
 
-def _complain(error: InferqError, code: int) -> int:
+def _read_stdin(parser: argparse.ArgumentParser) -> str:
+    if sys.stdin is None:
+        parser.error("the prompt is to be read from stdin, which is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as exc:
+        parser.error(f"stdin is not {exc.encoding}: {exc.reason} at byte {exc.start}")
+
+
+def _complain(error: Exception, code: int) -> int:
     print(f"inferq: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 

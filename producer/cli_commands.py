@@ -23,9 +23,13 @@ _SAMPLING: Final = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed
 _CANCEL_PATIENCE_S: Final = 5.0
 
 
+class OutputLost(Exception):
+    """Whoever read our output has gone, or it cannot be written for another reason."""
+
+
 async def generate(args: Namespace) -> bool:
     """Stream one answer to stdout as it comes. Interrupted, it cancels the request and says so."""
-    request_id = args.request_id or new_request_id()
+    request_id = new_request_id() if args.request_id is None else args.request_id
     is_ours = args.request_id is None  # until the queue has taken it, an id of the user's may be another job's
     async with _client(args, model=args.model) as client:
         try:
@@ -36,7 +40,7 @@ async def generate(args: Namespace) -> bool:
             if is_ours:
                 await _cancel_and_say(client, request_id)
             raise
-        except BrokenPipeError:  # whoever read our output has gone
+        except OutputLost:
             await _cancel_and_say(client, request_id)
             raise
 
@@ -68,7 +72,7 @@ def _client(args: Namespace, model: str | None = None) -> InferenceClient:
 
 
 def _request(args: Namespace) -> dict[str, Any]:
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = args.prompt
     sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
     messages = [_message(text) for text in args.message]
     if not messages and not args.chat:
@@ -163,8 +167,13 @@ def _dumps(value: dict[str, Any]) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    if sys.stdout is None:  # closed before we started
+        raise OutputLost("standard output is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as exc:
+        raise OutputLost(f"standard output: {exc.strerror}") from exc
 
 
 def _say(text: str) -> None:

@@ -66,7 +66,7 @@ class InferenceClient:
         check_client(redis)
         self._redis = redis
         self._owns_redis = False
-        self._model = model or _model_of_environment()
+        self._model = _model_of_environment() if model is None else model
         self._max_backlog = max_backlog
         self._blocking = blocking_connection(redis)
         self._keys = self._keys_of(self._model or _ANY_MODEL, prefix)

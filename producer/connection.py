@@ -65,10 +65,11 @@ def connect(url: str | None = None, *, retries: int = RETRIES, **options: Any) -
         defaults["socket_keepalive"] = True
     try:
         pool = ConnectionPool.from_url(url, **{**defaults, **options})
-    except ValueError:  # its message may hold a part of the password
+        pool.connection_class(**pool.connection_kwargs)  # opens nothing, but finds options that redis-py does not know
+    except (ValueError, TypeError):  # the message may hold a part of the password
         raise UnsuitableConnection(
             "the Redis URL must be redis://[user:password@]host[:port][/db], rediss://... or unix:///path[?db=n], with "
-            "special characters percent-encoded"
+            "special characters percent-encoded, and no option that redis-py does not know"
         ) from None
     client = ArqRedis(pool, job_serializer=encode_json, job_deserializer=decode_json)
     client.auto_close_connection_pool = True

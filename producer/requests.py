@@ -13,6 +13,7 @@ from .contract import JOB_TTL_MS, MODEL_PATTERN
 MAX_PROMPT_CHARS: Final = 4 * 1024 * 1024
 MAX_PROMPT_TOKENS: Final = 1024 * 1024
 MAX_MESSAGES: Final = 4096
+MAX_MESSAGE_VALUES: Final = 32 * 1024
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
@@ -57,6 +58,12 @@ class Message(_Wire):
     def num_chars(self) -> int:
         """What the message counts against the bound of a prompt: its text, and its further fields as JSON."""
         return len(self.content or "") + (len(_json_of(self.model_extra)) if self.model_extra else 0)
+
+    @property
+    def num_values(self) -> int:
+        """How many JSON values the further fields hold, about: time goes with their number, not only their size."""
+        encoded = _json_of(self.model_extra) if self.model_extra else b""
+        return sum(map(encoded.count, (b",", b"[", b"{")))
 
 
 class Sampling(_Wire):
@@ -112,6 +119,8 @@ class GenerateRequest(_Wire):
             _reject_surrogates(text or "")
         if sum(message.num_chars for message in self.messages or ()) > MAX_PROMPT_CHARS:
             raise ValueError(f"messages have more than {MAX_PROMPT_CHARS} characters together")
+        if sum(message.num_values for message in self.messages or ()) > MAX_MESSAGE_VALUES:
+            raise ValueError(f"the further fields of messages have more than {MAX_MESSAGE_VALUES} values together")
         return self
 
 

@@ -72,6 +72,7 @@ class EventStream(AsyncIterator[Event]):
         self._waiting = False  # whether a job without a stream was there
         self._looked = False  # whether the stream's end was looked at since the connection was made
         self._deadline: float | None = None  # by the loop's clock
+        self._after_deadline = False  # whether the last look came after it
         self._closed = False
 
     @property
@@ -170,4 +171,10 @@ class EventStream(AsyncIterator[Event]):
             lost = JobLost("the job was gone before a worker took it")
             raise lost if self._waiting else UnknownRequest(f"nothing is known under the id {self.request_id}")
         left_ms = float(expires_at_ms or 0) - (seconds * 1000 + micros / 1000)
-        self._deadline = asyncio.get_running_loop().time() + left_ms / 1000 if left_ms > 0 else None
+        passed = expires_at_ms is not None and left_ms <= 0
+        # A deadline that has passed is worth one look at once; after it, whoever runs the job ends it.
+        if expires_at_ms is None or (passed and self._after_deadline):
+            self._deadline = None
+        else:
+            self._deadline = asyncio.get_running_loop().time() + max(0.0, left_ms) / 1000
+        self._after_deadline = passed

@@ -135,3 +135,20 @@ def test_the_size_of_a_chat_is_that_of_all_its_texts() -> None:
     parts = [{"type": "text", "text": "xy"}, {"type": "text", "text": "z"}]
     messages = [{"role": "user", "content": parts}, {"role": "a", "content": None, "n": 3}]
     assert Prompt(messages=messages).num_chars == len("user" + "text" + "xy" + "text" + "z" + "a")
+
+
+async def test_a_chat_of_many_values_without_text_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may walk through all of them, which must not hold up the event loop."""
+    rendered_in: list[int] = []
+
+    class Text:
+        max_token_chars = 8
+
+        def encode_chat(self, messages: object) -> list[int]:
+            rendered_in.append(threading.get_ident())
+            return [1]
+
+    admission = Admission(FACTS, Text())  # type: ignore[arg-type]
+    for calls in ([], [[]] * 5000):
+        await admission.tokenize(Prompt(messages=[{"role": "user", "content": "x", "tool_calls": calls}]))
+    assert [ident == threading.get_ident() for ident in rendered_in] == [True, False]

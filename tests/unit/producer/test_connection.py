@@ -50,7 +50,7 @@ async def test_a_password_with_any_character_comes_through() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:6379", "http://h", "redis://h:port", "redis://h?db=x", "redis://:secret/1@h"]
+    "url", ["localhost:6379", "http://h", "redis://h:port", "redis://h?db=x", "redis://:secret/1@h", "redis://h?foo=1"]
 )
 def test_a_url_that_cannot_be_used_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(UnsuitableConnection, match="percent-encoded") as caught:

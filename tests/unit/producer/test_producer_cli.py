@@ -95,6 +95,54 @@ async def test_generate_streams_text(redis_url: str, wire: Wire) -> None:
     }
 
 
+async def test_ctrl_c_ends_the_waiting_for_stdin(redis_url: str) -> None:
+    process = await start("generate", "-", "--model=tiny", url=redis_url)
+    reads = f"/proc/{process.pid}/wchan"
+
+    def waits() -> bool:
+        with open(reads) as kernel_function:
+            return "pipe" in kernel_function.read()
+
+    await wait_until(waits, what="it reads stdin")
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == INTERRUPTED
+    assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "says"), [(">/dev/full", "No space left"), (">&-", "standard output is closed")]
+)
+async def test_output_that_cannot_be_written_is_one_line(redis_url: str, redirection: str, says: str) -> None:
+    command = f"exec {sys.executable} -m inferq.producer.cli status --model=tiny {redirection}"
+    process = await asyncio.create_subprocess_shell(
+        command, stdin=PIPE, stderr=PIPE, env={**os.environ, "INFERQ_REDIS_URL": redis_url}
+    )
+    PROCESSES.append(process)
+    _, err = await process.communicate()
+    assert process.returncode == FAILED
+    assert says in err.decode()
+    assert len(err.decode().splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--request-id=", "--model="])
+async def test_an_empty_name_is_not_taken_for_none(redis_url: str, flag: str) -> None:
+    code, _, err = await run("generate", "x", "--model=tiny", flag, url=redis_url)
+    assert code == USAGE
+    assert len(err.splitlines()) == 1
+
+
+async def test_a_closed_stdin_is_said(redis_url: str) -> None:
+    command = f"exec {sys.executable} -m inferq.producer.cli generate - --model=tiny <&-"
+    process = await asyncio.create_subprocess_shell(
+        command, stderr=PIPE, env={**os.environ, "INFERQ_REDIS_URL": redis_url}
+    )
+    PROCESSES.append(process)
+    _, err = await process.communicate()
+    assert process.returncode == USAGE
+    assert "closed" in err.decode()
+
+
 async def test_text_is_printed_as_it_comes(redis_url: str, wire: Wire) -> None:
     process = await start("generate", "x", "--request-id=a", "--model=tiny", url=redis_url)
 

@@ -14,6 +14,7 @@ from inferq.producer.errors import InvalidRequest
 from inferq.producer.payload import build_request
 from inferq.producer.requests import (
     MAX_DEADLINE_MS,
+    MAX_MESSAGE_VALUES,
     MAX_MESSAGES,
     MAX_PROMPT_CHARS,
     MAX_PROMPT_TOKENS,
@@ -43,6 +44,7 @@ AT_THE_LIMIT = {
     "messages": {"messages": [MESSAGE] * MAX_MESSAGES},
     "role": {"messages": [{"role": "r" * 64, "content": None}]},
     "all messages": {"messages": [{"role": "user", "content": "x" * (MAX_PROMPT_CHARS // 2)}] * 2},
+    "further values": {"messages": [MESSAGE | {"tool_calls": [0] * (MAX_MESSAGE_VALUES - 1)}]},
     "priority": {"prompt": "x", "priority": 100},
     "least priority": {"prompt": "x", "priority": -100},
     "deadline_ms": {"prompt": "x", "deadline_ms": MAX_DEADLINE_MS},
@@ -79,6 +81,11 @@ PAST_THE_LIMIT = {
     "no role": ({"messages": [{"content": "x"}]}, "messages.0.role: .*required"),
     "all messages": ({"messages": [{"role": "u", "content": "x" * (MAX_PROMPT_CHARS // 2 + 1)}] * 2}, "4194304"),
     "further fields": ({"messages": [MESSAGE | {"name": "x" * MAX_PROMPT_CHARS}]}, "4194304"),
+    "further values": ({"messages": [MESSAGE | {"tool_calls": [0] * MAX_MESSAGE_VALUES}]}, "32768 values"),
+    "values of all messages": (
+        {"messages": [MESSAGE | {"tool_calls": [[]] * (MAX_MESSAGE_VALUES // 4)}] * 2 + [MESSAGE | {"a": [1]}]},
+        "32768 values",
+    ),
     "priority": ({"prompt": "x", "priority": 101}, "priority: .*100"),
     "least priority": ({"prompt": "x", "priority": -101}, "priority: .*-100"),
     "deadline_ms": ({"prompt": "x", "deadline_ms": MAX_DEADLINE_MS + 1}, "deadline_ms: .*86400000"),

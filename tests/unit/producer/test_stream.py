@@ -327,6 +327,21 @@ async def cut(producer: InferenceClient) -> None:
     await producer._source.redis.connection_pool.disconnect()
 
 
+async def test_a_deadline_that_has_passed_is_looked_at_at_once(producer: InferenceClient, wire: Wire) -> None:
+    await producer.submit("x", request_id="a", deadline_ms=1)
+
+    async def has_passed() -> bool:
+        seconds, micros = await producer._source.redis.time()
+        expires_at_ms = await producer._source.redis.hget("inferq:a:job", "expires_at_ms")
+        return seconds * 1000 + micros / 1000 > float(expires_at_ms)
+
+    await wait_until(has_passed)
+    # Within the block time of a read nothing else would make the reader look.
+    async with asyncio.timeout(producer._source.block_ms / 1000 / 2):
+        events = [event async for event in producer.stream("a")]
+    assert events[-1].finish_reasons == ("deadline",)
+
+
 async def test_a_job_nobody_runs_is_ended_at_its_deadline(producer: InferenceClient) -> None:
     """No worker is there: the reader itself sees to it, well before a lease length is over."""
     async with asyncio.timeout(4):
