@@ -13,7 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from harness import arguments, machine, report, table
+from harness import arguments, machine, report, require_quiet, table
 from prompts import chats
 
 from inferq.engine import AsyncInferenceEngine, EngineConfig, SamplingParams
@@ -59,6 +59,7 @@ async def measure(engine: AsyncInferenceEngine, concurrency: int, requests: int,
 
 
 async def run(args: argparse.Namespace) -> None:
+    require_quiet(args)
     config = EngineConfig(model=args.model, dtype=args.dtype, threads=args.threads, max_num_seqs=max(CONCURRENCIES))
     engine = AsyncInferenceEngine(config)
     facts = await engine.start_engine_loop()

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 import redis.asyncio
 
 from inferq.engine.lifeline import spawn_bound
+from inferq.producer.contract import Keys
 
 #: The exit code of a benchmark that could not measure: no figure is printed that was not measured.
 CANNOT_MEASURE = 3
@@ -34,7 +34,15 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="end within 45 s on two cores, with fewer samples")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--busy", action="store_true", help="measure even if the machine is not quiet")
     return parser
+
+
+def require_quiet(args: argparse.Namespace) -> None:
+    """End with CANNOT_MEASURE where others use the machine: threads that are preempted make figures meaningless."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 2 and not args.busy:
+        cannot_measure(f"the machine is not quiet: load average {load:.2f} on {cores} cores (--busy measures anyway)")
 
 
 def machine() -> str:
@@ -55,11 +63,6 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of at least one sample."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, max(0, -(-len(ordered) * int(percent * 10) // 1000) - 1))]
-
-
-def spread(samples: Sequence[float], unit: str = "") -> str:
-    """Median and range, for people."""
-    return f"{statistics.median(samples):.2f}{unit} ({min(samples):.2f} to {max(samples):.2f})"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -123,7 +126,7 @@ async def _until_ready(started: Worker, timeout: float = 180.0) -> None:
     async def card_is_there() -> bool:
         async with redis.asyncio.Redis.from_url(started.url) as client:
             try:
-                return bool(await client.exists(f"inferq:{started.model}:card"))
+                return bool(await client.exists(Keys(started.model).card))
             except redis.exceptions.ConnectionError:
                 return False
 

@@ -16,9 +16,21 @@ import time
 
 import psutil
 import redis.asyncio
-from harness import SCRIPTED_ENGINE, Worker, arguments, cannot_measure, machine, percentile, report, table, worker
+from harness import (
+    SCRIPTED_ENGINE,
+    Worker,
+    arguments,
+    cannot_measure,
+    machine,
+    percentile,
+    report,
+    require_quiet,
+    table,
+    worker,
+)
 
 from inferq.producer import InferenceClient
+from inferq.producer.contract import Keys
 
 SAMPLES, QUICK_SAMPLES = 1000, 300
 IDLE_SECONDS, QUICK_IDLE_SECONDS = 20.0, 8.0
@@ -29,7 +41,7 @@ async def pickup_ms(client: InferenceClient, connection: redis.asyncio.Redis, nu
     """Milliseconds between the server's own stamps of `queued` and `started` of one request."""
     request_id = await client.submit("hello", sampling={"max_tokens": 1}, request_id=f"pickup-{number}")
     await client.result(request_id)
-    entries = await connection.xrange(f"inferq:{request_id}:events", count=2)
+    entries = await connection.xrange(Keys(MODEL).events(request_id), count=2)
     queued, started = (int(entry_id.split(b"-")[0]) for entry_id, _ in entries)
     return (started - queued) / 1000
 
@@ -69,6 +81,7 @@ def idle_cpu_seconds(process: psutil.Process) -> float:
 
 
 async def run(args: argparse.Namespace) -> None:
+    require_quiet(args)
     samples, idle, pause = (QUICK_SAMPLES, QUICK_IDLE_SECONDS, 0.06) if args.quick else (SAMPLES, IDLE_SECONDS, 0.1)
     engine = f"{sys.executable} {SCRIPTED_ENGINE} --step-ms 1"
     print(machine())

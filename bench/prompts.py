@@ -26,10 +26,10 @@ _SUBJECTS: Final = (
     "the smell of rain on dust",
 )
 _TASKS: Final = (
-    "Write two plain sentences about {}.",
+    "Write two sentences about {}.",
     "Explain to a child what is special about {}.",
-    "Name three things that go together with {}, and say why.",
-    "Tell a short story that begins with {} and ends well.",
+    "Name three things that go with {}, and why.",
+    "Tell a short story that begins with {}.",
 )
 
 #: One user turn each.

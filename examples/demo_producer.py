@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from demo_screen import Answer, Screen
 
-from inferq.producer import Delta, EngineFailure, Failed, Finished, InferenceClient, InferqError, Started
+from inferq.producer import Delta, Failed, Finished, InferenceClient, InferqError, Started
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ async def follow(client: InferenceClient, chat: Chat, answer: Answer, screen: Sc
             case Finished():
                 answer.state = event.finish_reasons[0]
             case Failed():
-                raise EngineFailure(chat.request_id, event.code, event.message, event.attempts)
+                await client.result(chat.request_id)  # raises the error that the event stands for
         screen.update(answer)
     if last > first:
         answer.tokens_per_second = (answer.tokens - 1) / (last - first)

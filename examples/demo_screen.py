@@ -66,9 +66,6 @@ class Screen:
         if self._live is None:
             self._print_whole_pieces(answer)
 
-    def say(self, answer: Answer, text: str) -> None:
-        self._console.print(f"[bold]{answer.request_id}[/] {escape(text)}")
-
     def table(self) -> None:
         """The figures of all answers, at the end."""
         table = Table(box=box.SIMPLE_HEAD, title="What it took", title_justify="left")

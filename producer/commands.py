@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .contract import Keys
-from .errors import DuplicateRequest, QueueFull
+from .errors import DuplicateRequest, InvalidRequest, QueueFull
 from .lua import ScriptRunner
 
 if TYPE_CHECKING:
@@ -60,9 +60,10 @@ class ProducerCommands:
     ) -> Enqueued:
         """Accept the job, or refuse it and leave everything as it was.
 
-        Raises DuplicateRequest while a job of that id lives, QueueFull at `max_backlog` waiting jobs, and
-        redis.exceptions.OutOfMemoryError when the server is full. A call that the connection sends twice
-        (its reply was lost) is known by its `submission` and answered as the first one was.
+        Raises DuplicateRequest while a job of that id lives, QueueFull at `max_backlog` waiting jobs,
+        InvalidRequest where something else stands under a key of that id, and redis.exceptions.OutOfMemoryError
+        when the server is full. A call that the connection sends twice (its reply was lost) is known by its
+        `submission` and answered as the first one was, also when the job has ended meanwhile.
         """
         submission = uuid.uuid4().hex
         deadline = "" if deadline_ms is None else deadline_ms
@@ -73,6 +74,10 @@ class ProducerCommands:
                 return Enqueued(int(generation), int(position), entry_id.decode())
             case [b"full", backlog, head_waited_ms]:
                 raise _queue_full(int(backlog), int(head_waited_ms))
+            case [b"unusable"]:
+                raise InvalidRequest(
+                    f"request_id: {request_id!r} cannot be used: a key of that id in Redis holds something else"
+                )
             case _:
                 raise DuplicateRequest(f"a job with the id {request_id!r} is alive")
 
@@ -87,7 +92,7 @@ class ProducerCommands:
         Looks at one job if `request_id` is given, else at no more than `limit` of each kind.
         """
         answer = await self._scripts.run("expire", limit, request_id or "")
-        return [ended.decode() for ended in answer]
+        return [ended.decode(errors="replace") for ended in answer]
 
 
 def _queue_full(backlog: int, head_waited_ms: int) -> QueueFull:

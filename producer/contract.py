@@ -22,6 +22,10 @@ RESULT_TTL_MS: Final = 3600 * 1000
 BELL_TTL_S: Final = 60
 BELL_LENGTH: Final = 64
 
+# Bounds. A larger payload is refused, by `submit` and by the claim; one claim takes no further job beyond its bound.
+MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
+MAX_CLAIM_BYTES: Final = 16 * 1024 * 1024
+
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 MODEL_PATTERN: Final = r"^[A-Za-z0-9._-]{1,128}$"
 _MODEL: Final = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
@@ -83,6 +87,16 @@ class Keys:
         return f"{self.prefix}:{self.model}:card"
 
     @property
+    def dead(self) -> str:
+        """Dead letters: why jobs failed for good, never what stood in them."""
+        return f"{self.prefix}:{self.model}:dead"
+
+    @property
+    def vtime(self) -> str:
+        """Fair queueing: the virtual time that each tenant has come to."""
+        return f"{self.prefix}:{self.model}:vtime"
+
+    @property
     def workers(self) -> str:
         return f"{self.prefix}:workers"
 
@@ -97,6 +111,10 @@ class Keys:
 
     def cancel(self, request_id: str) -> str:
         return f"{self.prefix}:{request_id}:cancel"
+
+    def reader(self, request_id: str) -> str:
+        """Presence of a reader, for requests that are cancelled when nobody reads."""
+        return f"{self.prefix}:{request_id}:reader"
 
     @staticmethod
     def payload(request_id: str) -> str:

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 
 class FinishReason(StrEnum):
+    """Why a choice has no further tokens."""
+
     STOP = "stop"  #: an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  #: max_tokens or the context is used up
     CANCELLED = "cancelled"  #: somebody cancelled it; the partial text stands
@@ -37,6 +39,8 @@ class _Data(BaseModel):
 
 
 class Usage(_Data):
+    """Tokens of the whole request, over all its attempts. `cached_tokens` are those of the prompt that cost no work."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
@@ -59,6 +63,8 @@ class _Event(_Data):
 
 
 class Queued(_Event):
+    """The job was accepted. The stream exists exactly from then on; `generation` grows with each job of the same id."""
+
     type: Literal["queued"] = "queued"
     v: int
     generation: int
@@ -67,6 +73,8 @@ class Queued(_Event):
 
 
 class Started(_Event):
+    """A worker took the job. `resumed_tokens` counts, for each choice, the tokens that earlier attempts published."""
+
     type: Literal["started"] = "started"
     attempt: int
     worker: str
@@ -77,12 +85,16 @@ class Started(_Event):
 
 
 class Prompt(_Event):
+    """What was asked for about the prompt itself: its text, its log probabilities."""
+
     type: Literal["prompt"] = "prompt"
     text: str | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Delta(_Event):
+    """What was added to one choice. The choice's last delta carries its `finish_reason`."""
+
     type: Literal["delta"] = "delta"
     choice: int = 0
     index: int  #: of its first token, in that choice
@@ -94,6 +106,8 @@ class Delta(_Event):
 
 
 class Finished(_Event):
+    """Terminal: the answer is complete, or was cut off for the reasons given, one a choice."""
+
     type: Literal["finished"] = "finished"
     finish_reasons: tuple[FinishReason, ...]
     usage: Usage | None = None
@@ -101,6 +115,8 @@ class Finished(_Event):
 
 
 class Failed(_Event):
+    """Terminal: there will be no answer. `message` is for people, `code` for programs."""
+
     type: Literal["failed"] = "failed"
     code: ErrorCode
     message: str

@@ -104,7 +104,9 @@ async def only_model(redis: ArqRedis, keys: Keys) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise UnknownModel("no worker is serving a model now: name the model, or set INFERQ_MODEL")
+        raise UnknownModel(
+            "no worker is serving a model now: start one, or name the model (model=, or INFERQ_MODEL) and the job waits"
+        )
     listed = ", ".join(names[:_MAX_NAMED_MODELS]) + (", ..." if len(names) > _MAX_NAMED_MODELS else "")
     raise UnknownModel(f"name one of the {len(names)} models that are served: {listed}")
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from arq.jobs import serialize_job
 from pydantic import ValidationError
 
-from .contract import FUNCTION, encode_json
+from .contract import FUNCTION, MAX_PAYLOAD_BYTES, encode_json
 from .errors import InvalidRequest
 from .requests import MAX_SEED, GenerateRequest
 
@@ -69,12 +69,16 @@ def encode_payload(request: GenerateRequest) -> bytes:
     """arq's payload of a job: `{"t":null,"f":"generate","a":[{request}],"k":{},"et":ms}`.
 
     A request without a seed is given one here, so that every attempt of the job draws the same tokens.
+    Raises InvalidRequest over MAX_PAYLOAD_BYTES.
     """
     if request.sampling.seed is None:
         sampling = request.sampling.model_copy(update={"seed": secrets.randbelow(MAX_SEED + 1)})
         request = request.model_copy(update={"sampling": sampling})
     enqueued_ms = time.time_ns() // 1_000_000
-    return serialize_job(FUNCTION, (_as_json(request),), {}, None, enqueued_ms, serializer=encode_json)
+    payload = serialize_job(FUNCTION, (_as_json(request),), {}, None, enqueued_ms, serializer=encode_json)
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest(f"the request has {len(payload)} bytes as JSON; {MAX_PAYLOAD_BYTES} are allowed")
+    return payload
 
 
 def fingerprint(request: GenerateRequest) -> str:

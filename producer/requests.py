@@ -61,9 +61,8 @@ class Message(_Wire):
 
     @property
     def num_values(self) -> int:
-        """How many JSON values the further fields hold, about: time goes with their number, not only their size."""
-        encoded = _json_of(self.model_extra) if self.model_extra else b""
-        return sum(map(encoded.count, (b",", b"[", b"{")))
+        """How many JSON values the further fields hold: time goes with their number, not only with their size."""
+        return _count_values(self.model_extra) if self.model_extra else 0
 
 
 class Sampling(_Wire):
@@ -122,6 +121,12 @@ class GenerateRequest(_Wire):
         if sum(message.num_values for message in self.messages or ()) > MAX_MESSAGE_VALUES:
             raise ValueError(f"the further fields of messages have more than {MAX_MESSAGE_VALUES} values together")
         return self
+
+
+def _count_values(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(_count_values, value.values()))
+    return 1 + sum(map(_count_values, value)) if isinstance(value, list) else 1
 
 
 def _json_of(value: Any) -> bytes:

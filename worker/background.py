@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Never
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from .log import get_logger
 
 #: Redis is away or refuses the call. The built-in TimeoutError is an OSError.
 REDIS_ERRORS: Final = (RedisError, OSError)
+#: How a message begins that says what state the server is in: MISCONF, NOREPLICAS, CLUSTERDOWN. redis-py has classes
+#: of its own for most, and takes off a plain ERR.
+_STATE: Final = re.compile(r"(?!WRONGTYPE)[A-Z]{3,} ")
+
+
+def is_refused(exc: BaseException) -> bool:
+    """Whether Redis refused this very call, and will again. Any other error is of the server as it is just now."""
+    return type(exc) is ResponseError and not _STATE.match(str(exc))
 
 
 class Backoff:

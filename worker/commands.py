@@ -1,4 +1,4 @@
-"""What a worker does to the jobs, one script a command: claim, renew, publish, finish.
+"""What a worker does to the jobs, one script a command: claim, renew, publish, finish; and its sign of life.
 
 Knows the scripts' arguments and answers; what they do stands in the scripts themselves.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SCRIPTS: Final = Path(__file__).with_name("scripts")
 #: A script blocks the server while it runs: so many entries are about 3 ms.
-_MAX_ENTRIES_PER_CALL: Final = 256
+MAX_ENTRIES_PER_CALL: Final = 256
 
 
 class Outcome(StrEnum):
@@ -93,8 +93,9 @@ class WorkerCommands:
     ) -> list[Claimed]:
         """Take up to `slots` waiting jobs, first come first served; `token` must be new for each call.
 
-        What is cancelled, past its deadline or without a payload is ended on the way; with `sweep` also what
+        What is cancelled, past its deadline, without a payload or broken is ended on the way; with `sweep` also what
         stands in `running` without a lease. Ids in `exclude`, those that this worker still runs, are passed by.
+        No further job is taken once the payloads have MAX_CLAIM_BYTES together.
         """
         flags = (int(sweep), int(accept_plain))
         answer = await self._scripts.run("claim", worker, token, lease_ms, slots, *flags, *exclude)
@@ -121,18 +122,25 @@ class WorkerCommands:
     async def publish(self, entries: Sequence[Entry]) -> list[Outcome]:
         """Append the entries, of any number of requests, in order; the outcome of each.
 
-        Raises redis.exceptions.OutOfMemoryError when the server is full, with nothing written by the call that
-        failed; the same entries may be sent again.
+        Raises redis.exceptions.OutOfMemoryError when the server is full, with nothing written if there were no more
+        than MAX_ENTRIES_PER_CALL; the same entries may be sent again.
         """
         outcomes: list[Outcome] = []
-        for start in range(0, len(entries), _MAX_ENTRIES_PER_CALL):
-            batch = entries[start : start + _MAX_ENTRIES_PER_CALL]
+        for start in range(0, len(entries), MAX_ENTRIES_PER_CALL):
+            batch = entries[start : start + MAX_ENTRIES_PER_CALL]
             arguments = (part for entry in batch for part in entry.arguments())
             answer = await self._scripts.run("publish", *arguments)
             outcomes += [Outcome(each.decode()) for each in answer]
         return outcomes
 
-    async def finish(self, entry: Entry) -> Outcome:
-        """Append the terminal entry and remove the job. On a full server too: it deletes before it writes."""
-        answer = await self._scripts.run("finish", *entry.arguments())
+    async def finish(self, *entries: Entry) -> Outcome:
+        """Append what was not published yet and the terminal entry, the last one, and remove the job.
+
+        On a full server too: it deletes before it writes. Entries that stand in the stream already are passed by.
+        """
+        answer = await self._scripts.run("finish", *(part for entry in entries for part in entry.arguments()))
         return Outcome(answer.decode())
+
+    async def beat(self, worker: str, card: str, state: str, *, ttl_ms: int) -> None:
+        """Show the worker and what it serves for the next `ttl_ms`. On a full server too."""
+        await self._scripts.run("beat", worker, card, state, ttl_ms)

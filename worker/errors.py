@@ -11,5 +11,9 @@ class Dropped(Exception):
     """The request is somebody else's now, or nobody's: nothing more is written."""
 
 
+class ServerFull(Exception):
+    """Redis has been full for so long that the request is given up."""
+
+
 class ShuttingDown(Exception):
     """The worker ends before the request does."""

@@ -20,7 +20,7 @@ from inferq.producer.events import Finished, FinishReason, TerminalEvent, Timing
 
 from .clock import RedisClock
 from .commands import Claimed, Outcome
-from .errors import Dropped
+from .errors import Dropped, ServerFull
 from .prepare import parse, run_where_it_fits
 from .publisher import Outbox, Publisher
 
@@ -51,9 +51,17 @@ class Generation:
     """A claimed request, and the sink of its output."""
 
     def __init__(
-        self, claimed: Claimed, *, engine: Engine, publisher: Publisher, clock: RedisClock, max_unsent_tokens: int
+        self,
+        claimed: Claimed,
+        *,
+        model: str,
+        engine: Engine,
+        publisher: Publisher,
+        clock: RedisClock,
+        max_unsent_tokens: int,
     ) -> None:
         self.claimed = claimed
+        self._model = model
         self._engine = engine
         self._publisher = publisher
         self._clock = clock
@@ -64,9 +72,11 @@ class Generation:
             max_unsent_tokens=max_unsent_tokens,
             on_pressure=self._hold_back,
             on_gone=lambda outcome: self.drop(outcome.value),
+            on_stuck=lambda: self.interrupt(ServerFull()),
         )
         self._end: asyncio.Future[FinishReason | Exception] = asyncio.get_running_loop().create_future()
         self._stopping: FinishReason | None = None  #: what an abort that is under way stands for
+        self._deadline: asyncio.TimerHandle | None = None
         self._claimed_at = time.monotonic()
         self._first_token_at: float | None = None
         self._num_prompt_tokens = 0
@@ -84,17 +94,22 @@ class Generation:
 
     async def run(self, request: Any) -> Finished:
         """Generate until the end. Raises what went wrong, Dropped when nothing may be written any more."""
-        deadline = self._start_deadline()
+        if self.claimed.expires_at_ms is not None:
+            self._stop_in(self._clock.seconds_until(self.claimed.expires_at_ms))
         try:
-            prompt, sampling = await run_where_it_fits(len(self.claimed.payload), parse, request, self.claimed)
-            prompt_token_ids = await self._engine.tokenize(prompt)
+            size = len(self.claimed.payload)
+            asked = await run_where_it_fits(size, parse, request, self.claimed, self._model)
+            if asked.deadline_ms is not None and self._deadline is None:
+                # A plain arq job: nobody but its owner knows the deadline, and it counts from the claim on.
+                self._stop_in(self._claimed_at - time.monotonic() + asked.deadline_ms / 1000)
+            prompt_token_ids = await self._engine.tokenize(asked.prompt)
             self._num_prompt_tokens = len(prompt_token_ids)
             if not self._end.done():
-                self._engine.submit(self.request_id, prompt_token_ids, sampling, self)
+                self._engine.submit(self.request_id, prompt_token_ids, asked.sampling, self)
             end = await self._end
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            if self._deadline is not None:
+                self._deadline.cancel()
         if isinstance(end, Exception):
             raise end
         return Finished(finish_reasons=(end,), usage=self._usage(), timings=self._timings())
@@ -153,11 +168,9 @@ class Generation:
         self._end.set_result(end)
         return True
 
-    def _start_deadline(self) -> asyncio.TimerHandle | None:
-        if self.claimed.expires_at_ms is None:
-            return None
-        delay = max(0.0, self._clock.seconds_until(self.claimed.expires_at_ms))
-        return asyncio.get_running_loop().call_later(delay, self._stop, FinishReason.DEADLINE)
+    def _stop_in(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(max(0.0, seconds), self._stop, FinishReason.DEADLINE)
 
     def _hold_back(self, over: bool) -> None:
         if self._end.done():

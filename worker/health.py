@@ -1,7 +1,7 @@
 """The worker's sign of life: what it serves, what it runs, and that it is there.
 
 Each heartbeat writes three keys that vanish by themselves three periods after the last one, and asks Redis for its
-time. Knows key names and facts; changes nothing of the work.
+time. Knows facts and what is said of them; changes nothing of the work.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from inferq.engine.async_engine import AsyncInferenceEngine
 from inferq.engine.pipe import Stats
 
 from .clock import RedisClock
+from .commands import WorkerCommands
 from .settings import WorkerSettings
 
 
@@ -31,6 +32,7 @@ class Health:
         self,
         settings: WorkerSettings,
         redis: ArqRedis,
+        commands: WorkerCommands,
         engine: AsyncInferenceEngine,
         clock: RedisClock,
         *,
@@ -39,6 +41,7 @@ class Health:
         self._settings = settings
         self._keys = settings.keys
         self._redis = redis
+        self._commands = commands
         self._engine = engine
         self._clock = clock
         self._running = running
@@ -49,15 +52,10 @@ class Health:
         asked = time.monotonic()
         redis_time = await self._redis.time()
         self._clock.measured(asked, time.monotonic(), redis_time)
-        now_ms = int(self._clock.now_ms())
-        self._started_at_ms = self._started_at_ms or now_ms
-        ttl_ms, worker = self._settings.heartbeat_ttl_ms, self._settings.worker_id
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._keys.card, json.dumps(self.card()), px=ttl_ms)
-            pipe.set(self._keys.worker(worker), json.dumps(self.state()), px=ttl_ms)
-            pipe.zadd(self._keys.workers, {worker: now_ms})
-            pipe.zremrangebyscore(self._keys.workers, "-inf", now_ms - ttl_ms)
-            await pipe.execute()
+        self._started_at_ms = self._started_at_ms or int(self._clock.now_ms())
+        card, state = json.dumps(self.card()), json.dumps(self.state())
+        ttl_ms = self._settings.heartbeat_ttl_ms
+        await self._commands.beat(self._settings.worker_id, card, state, ttl_ms=ttl_ms)
 
     async def remove(self) -> None:
         """Take the worker off the list. The card stays for its time: another worker may serve the same model."""

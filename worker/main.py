@@ -26,7 +26,7 @@ from .errors import ShuttingDown
 from .queue import QueueWorker
 from .service import RedisAway, open_redis, running_service
 from .settings import PROGRAM, InvalidSettings, WorkerSettings, read_settings
-from .signals import StopSignals, first_of
+from .signals import Stopped, StopSignals, first_of
 
 #: What is left of the requests after the drain has so long to be written.
 _CLOSE_SECONDS: Final = 5.0
@@ -54,6 +54,8 @@ def run(argv: Sequence[str]) -> Exit:
     log.setup(settings.log_level, settings.log_format)
     try:
         return asyncio.run(_serve(settings))
+    except Stopped:
+        return Exit.STOPPED
     except RedisAway as exc:
         return _refuse(Exit.NO_REDIS, exc)
     except (EmbeddedServerError, InferqError) as exc:
@@ -73,12 +75,18 @@ async def _serve(settings: WorkerSettings) -> Exit:
     asyncio.get_running_loop().set_exception_handler(_log_stray)
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        server = await stack.enter_async_context(embedded_server(settings.embedded_dir)) if settings.embedded else None
-        redis = await stack.enter_async_context(open_redis(server.url if server else settings.redis_url))
+        server = None
+        if settings.embedded:
+            server = await signals.unless_asked(stack.enter_async_context(embedded_server(settings.embedded_dir)))
+        url = server.url if server else settings.redis_url
+        redis = await signals.unless_asked(stack.enter_async_context(open_redis(url)))
         command = settings.engine_arguments or DEFAULT_COMMAND
         engine = AsyncInferenceEngine(settings.engine_config(), command=command, log=_log_engine)
         stack.push_async_callback(engine.stop)
-        await first_of(_start(engine), signals.asked.wait())
+        await first_of(_start(engine), signals.asked.wait(), *([server.wait_dead()] if server else []))
+        if server and not server.is_running:
+            _log.critical("server.died")
+            return Exit.BROKEN
         if not engine.is_running:
             return Exit.STOPPED if signals.asked.is_set() else Exit.BROKEN
         worker = await stack.enter_async_context(running_service(settings, redis, engine))
@@ -104,21 +112,23 @@ async def _work(
     """Until a signal comes, or what the worker stands on has died; then end in good order."""
     deaths: list[Callable[[], Any]] = [engine.wait_dead, *([server.wait_dead] if server else [])]
 
-    def alive() -> bool:
-        return engine.is_running and (server is None or server.is_running)
+    def died() -> str | None:
+        if server and not server.is_running:
+            return "server"
+        return None if engine.is_running else "engine"
 
     await first_of(signals.asked.wait(), *(death() for death in deaths))
     worker.stop_picking()
-    if alive():
+    if not died():
         _log.info("worker.draining", running=worker.job_counter, seconds=settings.drain_seconds)
         ends = (worker.wait_idle(), signals.hurried.wait(), *(death() for death in deaths))
         await first_of(*ends, timeout=settings.drain_seconds)
-    dead = not alive()
+    dead = died()
     worker.interrupt_all(ShuttingDown())
     with suppress(TimeoutError):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await worker.wait_idle()
-    (_log.critical if dead else _log.info)("worker.stopped", engine_died=dead, left_behind=worker.job_counter)
+    (_log.critical if dead else _log.info)("worker.stopped", died=dead, left_behind=worker.job_counter)
     return Exit.BROKEN if dead else Exit.STOPPED
 
 

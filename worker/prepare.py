@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from arq.cron import CronJob
 from arq.jobs import SerializationError, deserialize_job_raw
@@ -21,16 +22,32 @@ from inferq.engine.errors import EngineDeadError, EngineOverloadedError, Invalid
 from inferq.engine.request import SamplingParams
 from inferq.producer.contract import FUNCTION, decode_json
 from inferq.producer.events import ErrorCode, Failed
-from inferq.producer.requests import GenerateRequest, Sampling
+from inferq.producer.requests import MAX_PROMPT_TOKENS, MAX_TOKEN_ID, GenerateRequest, Sampling
 
 from .commands import Claimed
-from .errors import BadPayload, ShuttingDown
+from .errors import BadPayload, ServerFull, ShuttingDown
 
 T = TypeVar("T")
 #: A smaller payload is decoded and validated within a millisecond; a larger one goes to a thread.
 _INLINE_BYTES: Final = 16 * 1024
+#: Decoding and validating hold the interpreter, for a time that goes with the number of values. So many keys, lists and
+#: objects, and so many elements besides the token ids, are more than any request of `requests.py` has.
+MAX_VALUES: Final = 128 * 1024
+#: A string, or what begins a value outside of strings.
+_STRUCTURE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{:,]', re.DOTALL)
+_COMMA, _QUOTE = b',"'
 _MAX_ERRORS: Final = 3
+#: Pydantic's details of one error are cheap, those of a thousand are not.
+_MAX_DETAILED_ERRORS: Final = 1000
 _MAX_MESSAGE_CHARS: Final = 1000
+
+
+class Asked(NamedTuple):
+    """What a job asks of the engine."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    deadline_ms: int | None  #: of use to a plain arq job only: of others Redis knows when they expire
 
 
 async def run_where_it_fits(size: int, function: Callable[..., T], *args: Any) -> T:
@@ -42,6 +59,7 @@ async def run_where_it_fits(size: int, function: Callable[..., T], *args: Any) -
 
 def read_call(payload: bytes, functions: Mapping[str, Function | CronJob]) -> tuple[Function | CronJob, Any]:
     """The function that a job names, and its one argument. Raises BadPayload."""
+    num_elements = _check_structure(payload)
     try:
         name, args, kwargs, _, _ = deserialize_job_raw(payload, deserializer=decode_json)
     except SerializationError:
@@ -51,18 +69,48 @@ def read_call(payload: bytes, functions: Mapping[str, Function | CronJob]) -> tu
         raise BadPayload(f"the job calls another function than {FUNCTION!r}")
     if not isinstance(args, list) or len(args) != 1 or kwargs:
         raise BadPayload(f"{FUNCTION!r} takes exactly one argument, the request")
+    if num_elements - _num_token_ids(args[0]) > MAX_VALUES:
+        raise BadPayload(f"the payload has more than {MAX_VALUES} values besides valid token ids")
     return function, args[0]
 
 
-def parse(request: Any, claimed: Claimed) -> tuple[Prompt, SamplingParams]:
-    """What the engine is asked for. Raises BadPayload, InvalidRequestError."""
+def _check_structure(payload: bytes) -> int:
+    """How many elements of lists and objects there are, the first of each left out. Raises BadPayload over a bound."""
+    num_elements = payload.count(b",")
+    if num_elements + sum(payload.count(sign) for sign in (b"[", b"{", b":")) <= MAX_VALUES:
+        return num_elements
+    num_elements = num_others = 0  # the signs may stand in a text: look closer, in a loop that lets others run
+    for match in _STRUCTURE.finditer(payload):
+        sign = payload[match.start()]
+        if sign == _COMMA:
+            num_elements += 1
+        elif sign != _QUOTE:
+            num_others += 1
+        if num_others > MAX_VALUES or num_elements > MAX_VALUES + MAX_PROMPT_TOKENS:
+            raise BadPayload(f"the payload has more than {MAX_VALUES} values besides valid token ids")
+    return num_elements
+
+
+def _num_token_ids(request: Any) -> int:
+    """How many a prompt of token ids has; 0 if one of them is none, for each of which there would be an error."""
+    token_ids = request.get("prompt_token_ids") if isinstance(request, dict) else None
+    if not isinstance(token_ids, list):
+        return 0
+    valid = all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in token_ids)
+    return len(token_ids) if valid else 0
+
+
+def parse(request: Any, claimed: Claimed, model: str) -> Asked:
+    """What the engine is asked for by a job of `model`. Raises BadPayload, InvalidRequestError."""
     try:
         parsed = GenerateRequest.model_validate(request)
     except ValidationError as exc:
         raise BadPayload(_explain(exc)) from None
+    if parsed.model not in (None, model):
+        raise InvalidRequestError(f"model: the job stands in the queue of {model!r}, and asks for another model")
     messages = None if parsed.messages is None else [message.model_dump() for message in parsed.messages]
     prompt = Prompt(parsed.prompt, parsed.prompt_token_ids, messages)
-    return prompt, _engine_sampling(parsed.sampling, claimed)
+    return Asked(prompt, _engine_sampling(parsed.sampling, claimed), parsed.deadline_ms)
 
 
 def _engine_sampling(sampling: Sampling, claimed: Claimed) -> SamplingParams:
@@ -80,6 +128,8 @@ def _own_seed(claimed: Claimed) -> int:
 
 def _explain(exc: ValidationError) -> str:
     """What is wrong with which field, without any value."""
+    if exc.error_count() > _MAX_DETAILED_ERRORS:
+        return f"the request has {exc.error_count()} wrong fields or values"
     errors = exc.errors(include_url=False, include_context=False, include_input=False)
     lines = []
     for error in errors[:_MAX_ERRORS]:
@@ -102,6 +152,8 @@ def failure(exc: Exception, attempts: int) -> Failed:
             code, message = ErrorCode.ENGINE_CRASHED, "the engine died with this request in flight"
         case EngineOverloadedError():
             code, message = ErrorCode.INTERNAL, "the engine has as many requests as it accepts"
+        case ServerFull():
+            code, message = ErrorCode.INTERNAL, "Redis has been full for too long to take the tokens of this request"
         case ShuttingDown():
             code, message = ErrorCode.INTERNAL, "the worker is shutting down"
         case _:

@@ -93,12 +93,17 @@ async def running_service(
 
     def open_generation(claimed: Claimed) -> Generation:
         return Generation(
-            claimed, engine=engine, publisher=publisher, clock=clock, max_unsent_tokens=settings.max_unsent_tokens
+            claimed,
+            model=settings.keys.model,
+            engine=engine,
+            publisher=publisher,
+            clock=clock,
+            max_unsent_tokens=settings.max_unsent_tokens,
         )
 
     slots = engine.facts.max_num_seqs
     worker = QueueWorker(settings, redis, commands, slots=slots, open_generation=open_generation)
-    health = Health(settings, redis, engine, clock, running=lambda: len(worker.generations))
+    health = Health(settings, redis, commands, engine, clock, running=lambda: len(worker.generations))
     leases = Leases(commands, worker.generations, settings.lease_ms)
     expire = ProducerCommands(redis, settings.keys).expire
     async with (

@@ -123,8 +123,6 @@ class WorkerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _one_server(self) -> WorkerSettings:
-        if self.embedded and "redis_url" in self.model_fields_set:
-            raise ValueError("give --embedded or --redis-url, not both")
         if self.embedded_dir is not None and not self.embedded:
             raise ValueError("--embedded-dir needs --embedded")
         return self
@@ -163,17 +161,20 @@ class WorkerSettings(BaseSettings):
 
 
 def read_settings(argv: Sequence[str]) -> WorkerSettings:
-    """The settings of flags, environment and defaults.
+    """The settings of flags, environment and defaults. `--embedded` wins over an INFERQ_REDIS_URL.
 
     Raises InvalidSettings; SystemExit(0) after `--help`.
     """
     try:
         source = CliSettingsSource[WorkerSettings](WorkerSettings, formatter_class=_Help)
-        return CliApp.run(WorkerSettings, cli_args=list(argv), cli_settings_source=source)
+        settings = CliApp.run(WorkerSettings, cli_args=list(argv), cli_settings_source=source)
     except ValidationError as exc:
         raise InvalidSettings("; ".join(_line(error) for error in exc.errors(include_url=False))) from None
     except SettingsError as exc:
         raise InvalidSettings(str(exc).removeprefix("error parsing CLI: ")) from None
+    if settings.embedded and any(argument.partition("=")[0] == "--redis-url" for argument in argv):
+        raise InvalidSettings("give --embedded or --redis-url, not both")
+    return settings
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -8,9 +8,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
+T = TypeVar("T")
 _STOP: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(Exception):
+    """The worker was asked to stop before it had begun."""
 
 
 class StopSignals:
@@ -28,6 +33,17 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number in _STOP:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def unless_asked(self, start: Coroutine[Any, Any, T]) -> T:
+        """What `start` returns. Raises Stopped, and cancels `start`, as soon as the worker is asked to stop."""
+        task, asked = asyncio.ensure_future(start), asyncio.ensure_future(self.asked.wait())
+        await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+            raise Stopped
+        return task.result()
 
     def _receive(self) -> None:
         (self.hurried if self.asked.is_set() else self.asked).set()

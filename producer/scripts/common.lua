@@ -1,12 +1,18 @@
 -- What all scripts share: key names, time, epochs, and the one way in which a job ends. It stands before each
--- script's own text, behind the lifetimes that the loader writes (JOB_TTL_MS, RESULT_TTL_MS, ...).
+-- script's own text, behind the lifetimes and bounds that the loader writes (JOB_TTL_MS, MAX_PAYLOAD_BYTES, ...).
 --
 -- Every script gets the fixed keys of the caller's model, and ARGV[1] the key prefix, ARGV[2] the model's name.
 -- A full server refuses a script at its first write, if that write could need memory, and never after it. So a script
 -- that takes something on begins with such a write, and one that ends something begins by deleting.
+--
+-- What a script does to one job it does by `isolated`: anybody may write to Redis, and what is wrong with one job's
+-- keys ends that job alone.
 
 local QUEUE, RUNNING, DEADLINES, BELL = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PREFIX, MODEL = ARGV[1], ARGV[2]
+-- The error that a script raises itself; numbers beyond the second one have no exact successor.
+local BROKEN = 'what Redis holds of this job is broken'
+local MAX_EPOCH = 9007199254740991
 
 -- The key `part` of a request or of a model.
 local function key(name, part)
@@ -44,12 +50,29 @@ end
 -- A new epoch: above every epoch of the stream, also when a failover has set the clock or a counter back.
 local function next_epoch(last, now)
     local epoch = last and tonumber(string.match(last[1], '^%d+')) or 0
+    if epoch >= MAX_EPOCH then
+        error(BROKEN, 0)
+    end
     return whole(math.max(now, epoch + 1))
 end
 
-local function append(id, entry_id, kind, data, ttl_ms)
-    redis.call('XADD', key(id, 'events'), entry_id, 't', kind, 'd', data)
+-- `...` are further fields of the entry and their values.
+local function append(id, entry_id, kind, data, ttl_ms, ...)
+    redis.call('XADD', key(id, 'events'), entry_id, 't', kind, 'd', data, ...)
     redis.call('PEXPIRE', key(id, 'events'), ttl_ms)
+end
+
+-- Whether somebody runs the job. A lease has its end: a key without one was not written by an owner.
+local function is_leased(id)
+    return redis.call('GET', lease_key(id)) and redis.call('PTTL', lease_key(id)) >= 0
+end
+
+-- A field of `:job` that holds a count or a time.
+local function number_of(field)
+    if not field or #field > 16 or not string.match(field, '^%d+$') then
+        error(BROKEN, 0)
+    end
+    return tonumber(field)
 end
 
 -- The fields of `:job` that scripts decide by, or nil when there is no such job.
@@ -58,13 +81,16 @@ local function load_job(id)
     local values = redis.call('HMGET', key(id, 'job'), unpack(names))
     if not values[2] then
         return nil
+    elseif not values[1] then
+        error(BROKEN, 0)
     end
+    number_of(values[2])
     return {
         model = values[1],
         generation = values[2],
-        attempts = tonumber(values[3]),
-        enqueued_at_ms = tonumber(values[4]),
-        expires_at_ms = tonumber(values[5]),
+        attempts = number_of(values[3]),
+        enqueued_at_ms = number_of(values[4]),
+        expires_at_ms = values[5] and number_of(values[5]) or nil,
     }
 end
 
@@ -98,13 +124,14 @@ local function write_job(id, generation, enqueued_at_ms, fields)
 end
 
 -- Begin the stream of a job in place of an older job's. The epoch of its first entry is the job's generation.
-local function begin_stream(id, generation, enqueued_at_ms, trace)
+-- `...` are further fields of that entry and their values.
+local function begin_stream(id, generation, enqueued_at_ms, trace, ...)
     local data = '{"v":' .. WIRE_VERSION .. ',"generation":' .. generation .. ',"enqueued_at_ms":' .. enqueued_at_ms
     if trace ~= '' then
         data = data .. ',"trace":' .. cjson.encode(trace)
     end
     redis.call('DEL', key(id, 'events'))
-    append(id, generation .. '-0', 'queued', data .. '}', JOB_TTL_MS)
+    append(id, generation .. '-0', 'queued', data .. '}', JOB_TTL_MS, ...)
 end
 
 -- Make a job of ours of a plain arq producer's, whose score is the time of its enqueue in ms by that producer's clock.
@@ -146,6 +173,39 @@ local function end_job(id, model, now, kind, data)
     end
     append(id, next_epoch(last, now) .. '-0', kind, data, RESULT_TTL_MS)
     return true
+end
+
+-- Whether an error is of one job's own keys: a key of another type, a field that is no number, a stream that takes no
+-- entry. Any other is the server's (it is full, it is a replica, it refuses the user), and concerns everybody.
+local function is_of_one_job(fault)
+    for _, sign in ipairs({BROKEN, 'WRONGTYPE', 'stream'}) do
+        if string.find(fault, sign, 1, true) then
+            return true
+        end
+    end
+    return false
+end
+
+-- Raise what `pcall` has caught, as a command's own error.
+local function raise(fault)
+    error({err = fault}, 0)
+end
+
+-- Do `part(id, ...)`. If that job's keys are broken the job ends, in a new stream if the old one takes no entry, and
+-- `instead` is the answer.
+local function isolated(instead, part, id, ...)
+    local fine, answer = pcall(part, id, ...)
+    if fine then
+        return answer
+    elseif not is_of_one_job(answer) then
+        raise(answer)
+    end
+    local now, kind, data = now_us(), failed('internal', BROKEN, 0)
+    if not pcall(end_job, id, MODEL, now, kind, data) then
+        redis.call('DEL', key(id, 'events'))
+        end_job(id, MODEL, now, kind, data)
+    end
+    return instead
 end
 
 -- Whether the owner may append: 'append', or what to answer instead. An entry that stands there already is the

@@ -7,36 +7,34 @@ local now = now_us()
 local now_ms = whole(math.floor(now / 1000))
 local ended = {}
 
+-- Says whether this call ended the job.
 local function settle(id)
     local job = load_job(id)
-    if job == nil or redis.call('EXISTS', lease_key(id)) == 1 then
-        return
+    if job == nil or job.model ~= MODEL then
+        redis.call('ZREM', DEADLINES, id)
     end
-    local kind, data
-    if is_cancelled(id, job.generation) then
-        kind, data = finished('cancelled')
+    if job == nil or is_leased(id) then
+        return false
+    elseif is_cancelled(id, job.generation) then
+        return end_job(id, job.model, now, finished('cancelled'))
     elseif is_past_deadline(job, now) then
-        kind, data = finished('deadline')
-    else
-        return
+        return end_job(id, job.model, now, finished('deadline'))
     end
-    if end_job(id, job.model, now, kind, data) then
-        ended[#ended + 1] = id
+    return false
+end
+
+local function settle_each(ids)
+    for _, id in ipairs(ids) do
+        if isolated(true, settle, id) then
+            ended[#ended + 1] = id
+        end
     end
 end
 
 if only ~= '' then
-    settle(only)
+    settle_each({only})
     return ended
 end
-
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', now_ms, 'LIMIT', 0, limit)) do
-    settle(id)
-    if redis.call('HGET', key(id, 'job'), 'model') ~= MODEL then
-        redis.call('ZREM', DEADLINES, id)
-    end
-end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', RUNNING, '-inf', now_ms, 'LIMIT', 0, limit)) do
-    settle(id)
-end
+settle_each(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', now_ms, 'LIMIT', 0, limit))
+settle_each(redis.call('ZRANGEBYSCORE', RUNNING, '-inf', now_ms, 'LIMIT', 0, limit))
 return ended

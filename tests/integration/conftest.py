@@ -47,7 +47,7 @@ class RealWorker:
             nothing = beat["running"] == 0 and beat["stats"]["used_blocks"] == 0 and beat["stats"]["waiting"] == 0
             return beat if nothing and beat["tracked"] == 0 else None
 
-        return await wait_until(idle, what="the worker is idle")  # type: ignore[return-value]
+        return await wait_until(idle, timeout=90, what="the worker is idle")  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 
 import pytest
-from support.processes import all_gone
+from support.processes import SCRIPTED_ENGINE, all_gone, start_worker
 from support.servers import valkey
 from support.waiting import wait_until
 
@@ -94,16 +95,21 @@ async def test_cancel_while_running_keeps_the_partial_text(real_worker: RealWork
 
 
 async def test_cancel_in_prefill_ends_with_no_tokens(real_worker: RealWorker) -> None:
+    async def prefilling() -> bool:
+        return (await real_worker.heartbeat())["stats"]["used_blocks"] > 100
+
     async with real_worker.client() as client:
-        request_id = await client.submit(LONG_PROMPT, sampling=ENDLESS)
-        async with client.stream(request_id) as events:
-            async for event in events:
-                if isinstance(event, Started):
-                    break
+        # Beside one that decodes, so that the child's counters are heard while the long prompt is still prefilled.
+        beside = await client.submit("Once upon a time", sampling=ENDLESS)
+        await first_delta(client, beside)
+        request_id = await client.submit(LONG_PROMPT, sampling=ENDLESS | {"max_tokens": 500})
+        await wait_until(prefilling, what="the long prompt holds blocks")
         await client.cancel(request_id)
         events = await read(client, request_id)
         assert events[-1].finish_reasons == ("cancelled",)
         assert not tokens_of(events)
+        await client.cancel(beside)
+        assert tokens_of(await read(client, beside))
         await real_worker.until_idle()
 
 
@@ -187,8 +193,6 @@ async def test_sampling_with_a_seed_is_the_same_alone_and_in_company(real_worker
 
 @pytest.mark.timeout(180)
 async def test_clean_shutdown_and_kill_leave_nothing_behind() -> None:
-    from support.processes import start_worker
-
     flags = ("--model", "demo", "--served-model-name", MODEL, "--dtype", "float32")
     with valkey() as url:
         with start_worker(url, *flags) as worker:
@@ -210,11 +214,13 @@ async def test_clean_shutdown_and_kill_leave_nothing_behind() -> None:
             await all_gone(family, timeout=2.0)
 
 
-async def test_abort_frees_blocks_before_the_next_planned_step(real_worker: RealWorker) -> None:
-    """By the child's own counters: the step count at the abort is that of the last step that ran with the request."""
-    engine = AsyncInferenceEngine(EngineConfig(model="demo", dtype="float32", max_model_len=2048, max_num_seqs=4))
-    await engine.start_engine_loop()
-    try:
+async def test_abort_frees_blocks_before_the_next_planned_step() -> None:
+    """By the child's own counters: no step ran with the request after the one in which the abort came.
+
+    A step takes long enough here that the abort surely comes in the middle of one, and before its end.
+    """
+    command = [sys.executable, str(SCRIPTED_ENGINE), "--step-ms", "300"]
+    async with AsyncInferenceEngine(EngineConfig(model="demo", max_num_seqs=4), command=command) as engine:
         stream = await engine.add_request("long", "Once upon a time", sampling=SamplingParams(**ENDLESS_ENGINE))
         pieces = [await anext(stream) for _ in range(3)]
         before = engine.stats
@@ -224,13 +230,26 @@ async def test_abort_frees_blocks_before_the_next_planned_step(real_worker: Real
         assert engine.abort("long")
         pieces += [piece async for piece in stream]
         stats = await freed
+        assert stats is not None
         assert stats.used_blocks == 0
-        assert stats.step <= before.step + 2, "a step that was planned after the abort ran with it"
+        assert stats.step <= before.step + 1, "a step that was planned after the abort ran with the request"
         assert pieces[-1].finish_reason == "cancelled"
         assert "".join(piece.text for piece in pieces)
-        await wait_until(lambda: engine.num_requests == 0)
-    finally:
-        await engine.stop()
+        assert engine.idle
+
+
+async def test_the_real_engine_frees_an_aborted_request() -> None:
+    config = EngineConfig(model="demo", dtype="float32", max_model_len=2048, max_num_seqs=4)
+    async with AsyncInferenceEngine(config) as engine:
+        stream = await engine.add_request("long", "Once upon a time", sampling=SamplingParams(**ENDLESS_ENGINE))
+        neighbour = await engine.add_request("short", "The sea", sampling=SamplingParams(temperature=0, max_tokens=8))
+        await anext(stream)
+        freed = engine.freed("long")
+        assert engine.abort("long")
+        stats = await freed
+        assert stats is not None
+        assert (await neighbour.collect()).finish_reason == "length"
+        await wait_until(lambda: engine.stats is not None and engine.stats.used_blocks == 0 and engine.idle)
 
 
 ENDLESS_ENGINE = {"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True}

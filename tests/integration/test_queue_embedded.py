@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,10 +31,10 @@ def folder() -> Iterator[Path]:
 
 
 @contextmanager
-def embedded_worker(folder: Path, *flags: str) -> Iterator[WorkerProcess]:
+def embedded_worker(folder: Path, *flags: str, engine: Sequence[str] = ("--step-ms", "10")) -> Iterator[WorkerProcess]:
     log = folder.with_suffix(".log")
     command = [sys.executable, "-m", "inferq.worker.main", "--embedded", "--served-model-name", MODEL, *flags]
-    environment = {**os.environ, **scripted("--step-ms", "10")}
+    environment = {**os.environ, **scripted(*engine)}
     with log.open("wb") as sink:
         process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
     try:
@@ -103,6 +103,19 @@ async def test_the_death_of_the_server_ends_the_worker(folder: Path) -> None:
         (server,) = [process for process in family if "valkey" in process.name()]
         server.kill()
         assert await worker.wait(30) == 1
+        assert '"died": "server"' in worker.log
+        await all_gone(family)
+
+
+async def test_the_death_of_the_server_while_the_model_loads_is_told_at_once(folder: Path) -> None:
+    with embedded_worker(folder, "--embedded-dir", str(folder), engine=("--load-ms", "600000")) as worker:
+        await wait_until(lambda: len(worker.family()) == 3, what="server and engine have been started")
+        family = worker.family()
+        (server,) = [process for process in family if "valkey" in process.name()]
+        server.kill()
+        assert await worker.wait(20) == 1
+        assert "server.died" in worker.log
+        assert "engine" not in worker.log
         await all_gone(family)
 
 

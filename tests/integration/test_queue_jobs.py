@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from support.queue import KEYS, MODEL, answer_to, arq_payload, left_over, put_plain, scripted_worker
+from support.queue import ENDLESS, KEYS, MODEL, answer_to, arq_payload, left_over, put_plain, scripted_worker
 from support.streams import text_of, until_ended
 from support.waiting import wait_until
 
@@ -49,6 +49,39 @@ async def test_plain_jobs_can_be_refused(redis_url: str, client: redis.asyncio.R
         events = await until_ended(client, KEYS, request_id)
     assert events[-1].code == "bad_payload"
     assert "plain arq producers" in events[-1].message
+
+
+async def test_a_plain_jobs_deadline_counts_and_its_model_must_be_ours(
+    redis_url: str, client: redis.asyncio.Redis
+) -> None:
+    request = {"prompt": "plain", "sampling": ENDLESS}
+    async with scripted_worker(redis_url, engine=["--step-ms", "10"]):
+        late = await put_plain(client, arq_payload(args=[{**request, "deadline_ms": 300}]))
+        other = await put_plain(client, arq_payload(args=[{**request, "model": "another"}]))
+        same = await put_plain(client, arq_payload(args=[{**request, "model": MODEL, "sampling": {"max_tokens": 3}}]))
+        events = await until_ended(client, KEYS, late)
+        assert events[-1].finish_reasons == ("deadline",)
+        assert text_of(events) == answer_to("plain", events[-1].usage.completion_tokens)
+        refused = (await until_ended(client, KEYS, other))[-1]
+        assert (refused.code, "another model" in refused.message) == ("invalid_request", True)
+        assert (await until_ended(client, KEYS, same))[-1].finish_reasons == ("length",)
+
+
+async def test_a_hostile_payload_costs_its_neighbours_nothing(redis_url: str, client: redis.asyncio.Redis) -> None:
+    """Decoded, it would hold the interpreter for seconds, and the leases of everybody with it."""
+    lists = b'{"t":null,"f":"generate","a":[{"prompt":"x","junk":[' + b"[]," * 2_500_000 + b'1]}],"k":{},"et":1}'
+    ids = b'{"t":null,"f":"generate","a":[{"prompt_token_ids":[' + b"-1," * 1_000_000 + b'1]}],"k":{},"et":1}'
+    async with (
+        scripted_worker(redis_url, "--lease-seconds", "1", engine=["--step-ms", "5"]),
+        InferenceClient.from_url(redis_url, model=MODEL) as producer,
+    ):
+        neighbours = [await producer.submit(f"n{n}", sampling={"max_tokens": 400}) for n in range(4)]
+        hostile = [await put_plain(client, payload) for payload in (lists, ids, lists)]
+        for request_id in hostile:
+            failed = (await until_ended(client, KEYS, request_id))[-1]
+            assert (failed.code, "values" in failed.message) == ("bad_payload", True)
+        for number, request_id in enumerate(neighbours):
+            assert (await producer.result(request_id)).text == answer_to(f"n{number}", 400)
 
 
 class Touch:

@@ -6,10 +6,12 @@ import json
 import signal
 import socket
 import time
+from pathlib import Path
 
+import pytest
 import redis.asyncio
 from support.processes import start_worker
-from support.queue import ENDLESS, KEYS, MODEL, answer_to, scripted_worker
+from support.queue import ENDLESS, KEYS, MODEL, answer_to, left_over, scripted_worker
 from support.restarts import restartable_server
 from support.servers import valkey
 from support.streams import text_of, tokens_of, until_delta, until_ended
@@ -115,6 +117,76 @@ async def test_a_full_server_refuses_tokens_and_still_takes_the_end() -> None:
                 events = await until_ended(client, KEYS, request_id)
                 assert events[-1].finish_reasons == ("cancelled",)
                 assert text_of(events) == answer_to("full", events[-1].usage.completion_tokens)
+
+
+async def test_a_full_server_still_ends_what_is_cancelled_late_or_done() -> None:
+    """No token of a natural end or a deadline is lost; a cancelled one ends with those that it had published."""
+    with valkey("--maxmemory-policy", "noeviction") as url:
+        async with scripted_worker(url, "--heartbeat-seconds", "0.3", engine=SLOW) as worker:
+            async with (
+                redis.asyncio.Redis.from_url(url) as client,
+                InferenceClient.from_url(url, model=MODEL) as producer,
+            ):
+                await producer.submit("cancelled", request_id="cancelled", sampling=ENDLESS)
+                await producer.submit("deadline", request_id="deadline", sampling=ENDLESS, deadline_ms=3000)
+                await producer.submit("natural", request_id="natural", sampling={"max_tokens": 80})
+                for request_id in ("cancelled", "deadline", "natural"):
+                    await until_delta(client, KEYS, request_id)
+                await client.config_set("maxmemory", "1")
+                await wait_until(lambda: "OutOfMemoryError" in worker.log)
+                await producer.cancel("cancelled")
+                for request_id, reason in (("cancelled", "cancelled"), ("natural", "length"), ("deadline", "deadline")):
+                    events = await until_ended(client, KEYS, request_id)
+                    assert events[-1].finish_reasons == (reason,)
+                    assert text_of(events) == answer_to(request_id, events[-1].usage.completion_tokens)
+                    assert len(tokens_of(events)) == events[-1].usage.completion_tokens
+                assert events[-1].usage.completion_tokens > 100
+                await client.config_set("maxmemory", "0")
+                assert await left_over(client) == set()
+
+
+async def test_a_full_server_does_not_make_a_worker_look_dead() -> None:
+    with valkey("--maxmemory-policy", "noeviction") as url:
+        flags = ("--worker-id", "w1", "--heartbeat-seconds", "0.3")
+        async with scripted_worker(url, *flags, engine=SLOW), redis.asyncio.Redis.from_url(url) as client:
+            await client.config_set("maxmemory", "1")
+            since = time.monotonic()
+            await wait_until(lambda: time.monotonic() > since + 2)  # its keys live for 0.9 s
+            assert await client.exists(KEYS.card, KEYS.worker("w1")) == 2
+            assert await client.zrange(KEYS.workers, 0, -1) == [b"w1"]
+
+
+async def test_one_broken_stream_is_no_outage_for_its_neighbours() -> None:
+    with valkey() as url:
+        async with (
+            scripted_worker(url, engine=SLOW) as worker,
+            redis.asyncio.Redis.from_url(url) as client,
+            InferenceClient.from_url(url, model=MODEL) as producer,
+        ):
+            for request_id in ("broken", "neighbour"):
+                await producer.submit(request_id, request_id=request_id, sampling={"max_tokens": 150})
+                await until_delta(client, KEYS, request_id)
+            await client.set(KEYS.events("broken"), "x")
+            events = await until_ended(client, KEYS, "neighbour")
+            assert text_of(events) == answer_to("neighbour", 150)
+            assert (await until_ended(client, KEYS, "broken"))[-1].code == "internal"
+            assert "redis.lost" not in worker.log
+            assert await left_over(client) == set()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="it looks for the handler in /proc")
+async def test_a_signal_while_the_start_waits_for_the_server_ends_it(tmp_path: object) -> None:
+    with start_worker(f"unix://{tmp_path}/none.sock") as worker:
+        await wait_until(lambda: _catches(worker.pid, signal.SIGTERM))
+        worker.send(signal.SIGTERM)
+        assert await worker.wait(3) == 0
+        assert "cannot be reached" not in worker.log
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:")]
+    return bool(int(line.split()[1], 16) & 1 << (number - 1))
 
 
 async def _longer(client: redis.asyncio.Redis, request_id: str, length: int) -> bool:

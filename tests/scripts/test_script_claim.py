@@ -9,7 +9,7 @@ import pytest
 from arq.connections import ArqRedis
 from support.wire import Wire, following
 
-from inferq.producer.contract import JOB_TTL_MS, RESULT_TTL_MS, Keys, encode_json
+from inferq.producer.contract import JOB_TTL_MS, MAX_CLAIM_BYTES, MAX_PAYLOAD_BYTES, RESULT_TTL_MS, Keys, encode_json
 from inferq.producer.events import ErrorCode, Failed, Finished, FinishReason, Queued, Started
 
 
@@ -69,6 +69,33 @@ async def test_four_workers_claim_each_of_500_jobs_once(wire: Wire) -> None:
     for request_id in ids:
         assert await wire.types(request_id) == ["queued", "started", "finished"]
     assert await wire.redis.zcard(wire.keys.running) == 0
+
+
+class TestBounds:
+    @pytest.mark.parametrize("plain", [False, True])
+    async def test_a_payload_over_the_bound_is_refused_and_never_read(self, wire: Wire, plain: bool) -> None:
+        enqueue = wire.enqueue_plain if plain else wire.enqueue
+        await enqueue("most", b"x" * MAX_PAYLOAD_BYTES)
+        await enqueue("over", b"x" * (MAX_PAYLOAD_BYTES + 1))
+        await enqueue("after")
+        assert [job.request_id for job in await wire.claim(slots=5)] == ["most", "after"]
+        failed = (await wire.events("over"))[-1]
+        assert isinstance(failed, Failed) and failed.code is ErrorCode.BAD_PAYLOAD
+        assert str(MAX_PAYLOAD_BYTES) in failed.message
+        assert await wire.job_keys("over") == set()
+
+    async def test_an_empty_payload_is_a_payload(self, wire: Wire) -> None:
+        await wire.enqueue("a", b"")
+        assert [job.payload for job in await wire.claim()] == [b""]
+
+    async def test_one_claim_returns_a_bounded_number_of_bytes_and_the_next_one_the_rest(self, wire: Wire) -> None:
+        for number in range(5):
+            await wire.enqueue(f"job-{number}", b"x" * (MAX_CLAIM_BYTES // 3))
+        await wire.redis.delete(wire.keys.bell)
+        assert len(await wire.claim(slots=10)) == 4
+        assert await wire.redis.llen(wire.keys.bell) == 1, "nobody would come for the last one"
+        assert len(await wire.claim(slots=10)) == 1
+        assert await wire.redis.exists(wire.keys.bell) == 0
 
 
 class TestTheBell:

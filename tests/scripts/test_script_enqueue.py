@@ -111,6 +111,29 @@ async def test_a_submit_that_the_connection_sends_twice_is_accepted_once(
     assert await wire.redis.zcard(wire.keys.queue) == 1
 
 
+async def test_a_submit_that_is_sent_again_after_the_jobs_end_runs_nothing_twice(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first reply was lost, and the job was short: its stream still says whose submission it was."""
+    scripts = wire.producer._scripts
+    run = scripts.run
+
+    async def run_end_and_run(name: str, *args: str | bytes | int) -> object:
+        await run(name, *args)
+        (job,) = await wire.claim()
+        await wire.worker.finish(following(job, kind="finished"))
+        return await run(name, *args)
+
+    monkeypatch.setattr(scripts, "run", run_end_and_run)
+    enqueued = await wire.enqueue("a")
+    monkeypatch.undo()
+
+    assert await wire.types("a") == ["queued", "started", "finished"]
+    assert enqueued.entry_id == f"{enqueued.generation}-0" == (await wire.entries("a"))[0][0]
+    assert await wire.job_keys("a") == set()
+    assert (await wire.enqueue("a")).generation > enqueued.generation
+
+
 async def test_an_id_can_be_used_again_when_its_job_has_ended(wire: Wire) -> None:
     job = await wire.claimed("a")
     assert await wire.worker.finish(following(job, kind="finished")) == "ok"

@@ -58,6 +58,48 @@ async def test_what_runs_can_finish(small: Wire) -> None:
     assert await small.redis.pttl(small.keys.events("a")) > 0
 
 
+async def test_what_runs_can_finish_with_all_that_was_refused(small: Wire) -> None:
+    job = await small.claimed("a")
+    entries = [following(job, 1), following(job, 2), following(job, 3, kind="finished")]
+    await fill(small)
+    with pytest.raises(OutOfMemoryError):
+        await small.publish(entries[0])
+    assert await small.worker.finish(*entries) == "ok"
+    assert await small.types("a") == ["queued", "started", "delta", "delta", "finished"]
+    assert await small.job_keys("a") == set()
+    assert await small.worker.finish(*entries) == "ok"
+    assert await small.types("a") == ["queued", "started", "delta", "delta", "finished"]
+
+
+async def test_a_refused_batch_has_written_nothing(small: Wire) -> None:
+    """Also behind a repeat, which needs no memory: what was refused may be put together anew."""
+    for request_id in "ab":
+        await small.enqueue(request_id)
+    a, b = await small.claim(slots=2)
+    assert await small.publish(following(a)) == ["ok"]
+    await fill(small)
+    with pytest.raises(OutOfMemoryError):
+        await small.publish(following(a), following(b), following(a, 2))
+    assert await small.types("a") == ["queued", "started", "delta"]
+    assert await small.types("b") == ["queued", "started"]
+
+
+async def test_a_worker_shows_itself(small: Wire) -> None:
+    keys = small.keys
+    await small.worker.beat("w1", '{"card":1}', '{"state":1}', ttl_ms=60_000)
+    await fill(small)
+    for name in (keys.card, keys.worker("w1")):
+        await small.redis.pexpire(name, 1000)
+    await small.redis.zrem(keys.workers, "w1")
+    await small.worker.beat("w1", '{"card":2}', '{"state":2}', ttl_ms=60_000)
+    await small.worker.beat("new", '{"card":2}', '{"state":3}', ttl_ms=60_000)
+    assert await small.redis.get(keys.worker("w1")) == b'{"state":2}'
+    assert await small.redis.get(keys.card) == b'{"card":2}'
+    for name in (keys.card, keys.worker("w1"), keys.worker("new")):
+        assert await small.redis.pttl(name) > 50_000
+    assert sorted(await small.redis.zrange(keys.workers, 0, -1)) == [b"new", b"w1"]
+
+
 async def test_what_runs_keeps_its_lease_and_publishes_when_there_is_room(small: Wire) -> None:
     job = await small.claimed("a")
     await fill(small)

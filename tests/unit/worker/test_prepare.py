@@ -15,11 +15,11 @@ from inferq.engine.errors import EngineDeadError, EngineOverloadedError, Invalid
 from inferq.engine.request import SamplingParams
 from inferq.producer.contract import encode_json
 from inferq.producer.events import ErrorCode
-from inferq.producer.requests import Sampling
+from inferq.producer.requests import MAX_MESSAGE_VALUES, MAX_MESSAGES, MAX_PROMPT_TOKENS, Sampling
 from inferq.worker.commands import Claimed
-from inferq.worker.errors import BadPayload, ShuttingDown
+from inferq.worker.errors import BadPayload, ServerFull, ShuttingDown
 from inferq.worker.generate import generate
-from inferq.worker.prepare import failure, parse, read_call, run_where_it_fits
+from inferq.worker.prepare import MAX_VALUES, failure, parse, read_call, run_where_it_fits
 
 FUNCTIONS = {"generate": func(generate, name="generate")}
 CANARY = "canary-7f3a"
@@ -39,6 +39,54 @@ def test_a_job_of_arq_is_read() -> None:
     function, request = read_call(payload(), FUNCTIONS)
     assert function is FUNCTIONS["generate"]
     assert request == {"prompt": "hi"}
+
+
+def elements(field: str, element: bytes, count: int) -> bytes:
+    """A payload whose request has a list of so many elements."""
+    request = b'{"prompt":"x","%s":[%s]}' % (field.encode(), b",".join([element] * count))
+    return b'{"t":null,"f":"generate","a":[' + request + b'],"k":{},"et":1}'
+
+
+HOSTILE = {
+    "lists": elements("junk", b"[]", MAX_VALUES),
+    "objects": elements("messages", b"{}", MAX_VALUES),
+    "keys": elements("messages", b"{%s}" % b",".join(b'"%d":1' % n for n in range(MAX_VALUES)), 1),
+    "numbers": elements("junk", b"1", 2 * MAX_VALUES),
+    "strings": elements("stop", b'"a"', 2 * MAX_VALUES),
+    "endless-ids": elements("prompt_token_ids", b"1", MAX_VALUES + MAX_PROMPT_TOKENS + 2),
+    "bad-ids": elements("prompt_token_ids", b"-1", 2 * MAX_VALUES),
+    "no-ids": elements("prompt_token_ids", b'"x"', 2 * MAX_VALUES),
+    "open-string": b'{"t":null,"f":"generate","a":[{"prompt":"' + b"[" * 2 * MAX_VALUES,
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_more_values_than_any_request_has_are_refused_before_they_are_looked_at(data: bytes) -> None:
+    with pytest.raises(BadPayload, match=f"more than {MAX_VALUES} values"):
+        read_call(data, FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"prompt": '{"a":[1,{"b":"\\"}],' * 60_000},
+        {"prompt": ":,[{" * 500_000},
+        {"prompt_token_ids": [123] * MAX_PROMPT_TOKENS},
+        {"messages": [{"role": "user", "content": "[[{,:", "x": {"k": [1]}}] * MAX_MESSAGES},
+        {"messages": [{"role": "user", "x": {str(n): n for n in range(MAX_MESSAGE_VALUES - 2)}}]},
+    ],
+    ids=["json-as-text", "signs-as-text", "token-ids", "messages", "message-values"],
+)
+def test_the_largest_requests_that_producers_may_send_are_read(request_: dict[str, Any]) -> None:
+    _, read = read_call(payload(args=(request_,)), FUNCTIONS)
+    assert read == request_
+    assert parse(read, claimed(), "tiny").deadline_ms is None
+
+
+def test_many_errors_are_counted_not_listed() -> None:
+    _, request = read_call(elements("prompt_token_ids", b"-1", MAX_VALUES // 2), FUNCTIONS)
+    with pytest.raises(BadPayload, match=f"the request has {MAX_VALUES // 2 + 1} wrong fields or values"):
+        parse({**request, "surprise": 1}, claimed(), "tiny")
 
 
 class Touch:
@@ -96,21 +144,23 @@ def test_every_field_of_sampling_reaches_the_engine() -> None:
         "seed": 11,
     }
     assert set(given) == set(Sampling.model_fields)
-    prompt, sampling = parse({"prompt": "hi", "sampling": given}, claimed())
+    prompt, sampling, _ = parse({"prompt": "hi", "sampling": given}, claimed(), "tiny")
     assert prompt.text == "hi"
     values = {**given, "stop": ("x",), "stop_token_ids": (1, 2)}
     assert sampling == SamplingParams(**values)
 
 
 def test_the_seed_of_a_plain_job_is_its_own_and_stays_the_same() -> None:
-    seeds = {parse({"prompt": "hi"}, claimed(name, generation))[1].seed for name in "ab" for generation in (1, 2)}
-    assert len(seeds) == 4
-    assert parse({"prompt": "hi"}, claimed())[1].seed == parse({"prompt": "hi"}, claimed())[1].seed
+    def seed(job: Claimed) -> int:
+        return parse({"prompt": "hi"}, job, "tiny").sampling.seed
+
+    assert len({seed(claimed(name, generation)) for name in "ab" for generation in (1, 2)}) == 4
+    assert seed(claimed()) == seed(claimed())
 
 
 def test_messages_keep_what_a_template_may_ask_for() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    prompt, _ = parse({"messages": [message]}, claimed())
+    prompt, _, _ = parse({"messages": [message]}, claimed(), "tiny")
     assert prompt.messages == [message]
 
 
@@ -131,7 +181,7 @@ def test_messages_keep_what_a_template_may_ask_for() -> None:
 )
 def test_what_is_wrong_with_a_request_is_named_without_its_text(request_: Any, place: str) -> None:
     with pytest.raises(BadPayload) as caught:
-        parse(request_, claimed())
+        parse(request_, claimed(), "tiny")
     assert place in str(caught.value)
     assert CANARY not in str(caught.value)
 
@@ -144,6 +194,7 @@ def test_what_is_wrong_with_a_request_is_named_without_its_text(request_: Any, p
         (EngineDeadError(CANARY), ErrorCode.ENGINE_CRASHED, "the engine died"),
         (EngineOverloadedError(CANARY), ErrorCode.INTERNAL, "as many requests"),
         (RequestFailedError(CANARY), ErrorCode.INTERNAL, "RequestFailedError"),
+        (ServerFull(), ErrorCode.INTERNAL, "Redis has been full"),
         (ShuttingDown(), ErrorCode.INTERNAL, "the worker is shutting down"),
         (KeyError(CANARY), ErrorCode.INTERNAL, "KeyError"),
     ],
@@ -166,6 +217,6 @@ def test_a_message_is_bounded() -> None:
     assert len(failure(InvalidRequestError("x" * 10**6), 1).message) == 1000
     many = {str(number): 1 for number in range(1000)}
     with pytest.raises(BadPayload) as caught:
-        parse({"prompt": "hi", **many}, claimed())
+        parse({"prompt": "hi", **many}, claimed(), "tiny")
     assert len(str(caught.value)) < 400
     assert json.dumps(str(caught.value))

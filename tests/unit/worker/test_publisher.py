@@ -14,14 +14,15 @@ from support.waiting import wait_until
 
 from inferq.engine.request import Delta as EngineDelta
 from inferq.producer.events import Failed, Finished, FinishReason
-from inferq.worker.commands import Entry, Outcome
-from inferq.worker.publisher import MAX_BATCH, Outbox, Publisher
+from inferq.worker import publisher as publisher_module
+from inferq.worker.commands import MAX_ENTRIES_PER_CALL, Entry, Outcome
+from inferq.worker.publisher import Outbox, Publisher
 
 FINISHED = Finished(finish_reasons=(FinishReason.STOP,))
 
 
 def outbox(request_id: str = "a", *, max_unsent_tokens: int = 1000) -> tuple[Outbox, list[object]]:
-    """An outbox, and what it said: True and False for pressure, an Outcome when it is gone."""
+    """An outbox, and what it said: True and False for pressure, an Outcome when it is gone, "stuck"."""
     said: list[object] = []
     box = Outbox(
         request_id=request_id,
@@ -30,6 +31,7 @@ def outbox(request_id: str = "a", *, max_unsent_tokens: int = 1000) -> tuple[Out
         max_unsent_tokens=max_unsent_tokens,
         on_pressure=said.append,
         on_gone=said.append,
+        on_stuck=lambda: said.append("stuck"),
     )
     return box, said
 
@@ -60,6 +62,7 @@ async def test_what_waits_goes_in_one_entry() -> None:
     async with running(redis) as publisher:
         for delta in pieces(["Hel", "lo", " world"]):
             publisher.put(box, delta)
+        await wait_until(lambda: redis.streams)
         await publisher.finish(box, FINISHED)
     (delta,) = redis.deltas("a")
     assert (delta.text, delta.token_ids, delta.index, delta.at) == ("Hello world", tuple(range(11)), 0, 0)
@@ -68,12 +71,12 @@ async def test_what_waits_goes_in_one_entry() -> None:
 
 async def test_one_call_carries_all_requests_of_a_step() -> None:
     redis = ScriptedRedis()
-    boxes = [outbox(f"r{number}")[0] for number in range(MAX_BATCH + 10)]
+    boxes = [outbox(f"r{number}")[0] for number in range(MAX_ENTRIES_PER_CALL + 10)]
     async with running(redis) as publisher:
         for box in boxes:
             publisher.put(box, EngineDelta(0, 0, "x", (1,)))
         await wait_until(lambda: len(redis.streams) == len(boxes))
-    assert [len(call) for call in redis.calls] == [MAX_BATCH, 10]
+    assert [len(call) for call in redis.calls] == [MAX_ENTRIES_PER_CALL, 10]
 
 
 async def test_never_two_calls_in_flight() -> None:
@@ -102,10 +105,12 @@ async def test_a_retry_carries_the_same_bytes_under_the_same_id(step: str) -> No
         publisher.put(box, first)
         await wait_until(lambda: redis.calls)
         publisher.put(box, second)  # waits: what was sent is frozen
+        await wait_until(lambda: box.num_unpublished == 0)
         await publisher.finish(box, FINISHED)
-    tries = [call[0] for call in redis.calls if call[0].entry_id == "7-1"]
-    assert len(tries) == 3
-    assert len(set(tries)) == 1
+    for entry_id, count in (("7-1", 3), ("7-2", 2)):
+        tries = [call[0] for call in redis.calls if call[0].entry_id == entry_id]
+        assert len(tries) == count
+        assert len(set(tries)) == 1
     assert [delta.text for delta in redis.deltas("a")] == ["one", "two"]
     assert [entry.type for entry in redis.streams["a"]] == ["delta", "delta", "finished"]
 
@@ -120,12 +125,118 @@ async def test_the_terminal_event_is_written_once_whatever_happens_to_the_reply(
     assert len({call[0] for call in redis.calls}) == 1
 
 
+@pytest.mark.parametrize("step", ["refused", "lost", "ok"])
+async def test_the_end_takes_along_what_is_left_and_waits_for_nothing(step: str) -> None:
+    """The call under way has no answer yet; its entry is the same in the end's call, and stands once."""
+    redis = ScriptedRedis(plan=[step], gate=asyncio.Event())
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        first, second = pieces(["one", "two"])
+        publisher.put(box, first)
+        await wait_until(lambda: redis.calls)
+        publisher.put(box, second, FinishReason.STOP)
+        end = asyncio.create_task(publisher.finish(box, FINISHED))
+        await wait_until(lambda: len(redis.calls) == 2)
+        redis.gate.set()
+        assert await end is Outcome.OK
+    assert [entry.entry_id for entry in redis.calls[1]] == ["7-1", "7-2", "7-3"]
+    assert [entry.entry_id for entry in redis.streams["a"]] == ["7-1", "7-2", "7-3"]
+    assert [delta.text for delta in redis.deltas("a")] == ["one", "two"]
+
+
+class TestAFullServer:
+    async def test_takes_the_end_with_all_that_it_had_refused(self) -> None:
+        redis = ScriptedRedis(full=True)
+        (box, _), (other, _) = outbox("a"), outbox("b")
+        async with running(redis) as publisher:
+            first, second, third = pieces(["one", "two", "end"])
+            for each in (box, other):
+                publisher.put(each, first)
+            await wait_until(lambda: len(redis.calls) > 1)
+            for each in (box, other):
+                publisher.put(each, second)
+            publisher.put(box, third, FinishReason.STOP)
+            assert await publisher.finish(box, FINISHED) is Outcome.OK
+            assert "".join(delta.text for delta in redis.deltas("a")) == "onetwoend"
+            assert redis.deltas("a")[-1].finish_reason is FinishReason.STOP
+            assert redis.streams["a"][-1].type == "finished"
+            redis.full = False
+            await wait_until(lambda: other.num_unpublished == 0)
+        assert [delta.text for delta in redis.deltas("b")] == ["onetwo"]
+        assert [entry.entry_id for entry in redis.streams["b"]] == ["7-1"]
+
+    async def test_lets_a_cancellation_forget_what_was_certainly_not_written(self) -> None:
+        redis = ScriptedRedis(full=True)
+        box, _ = outbox()
+        async with running(redis) as publisher:
+            publisher.put(box, pieces(["one"])[0])
+            await wait_until(lambda: redis.calls and box.discard())
+            assert (box.num_tokens, box.num_chars, box.num_unpublished) == (0, 0, 0)
+            assert await publisher.finish(box, FINISHED) is Outcome.OK
+        assert [(entry.entry_id, entry.type) for entry in redis.streams["a"]] == [("7-1", "finished")]
+
+    async def test_does_not_thaw_an_entry_that_may_stand_in_the_stream(self) -> None:
+        """Its reply was lost before the server was full, so that its repeat must have the same bytes."""
+        redis = ScriptedRedis(plan=["lost"] + ["full"] * 1000, gate=asyncio.Event())
+        (box, _), (other, _) = outbox("a"), outbox("b")
+        async with running(redis) as publisher:
+            first, second = pieces(["one", "two"])
+            publisher.put(box, first)
+            await wait_until(lambda: redis.calls)
+            publisher.put(box, second)
+            publisher.put(other, first)  # what the server refuses of the next call
+            redis.gate.set()
+            await wait_until(lambda: len(redis.calls) > 2)
+            assert box.discard()
+            assert box.num_tokens == 3
+            assert await publisher.finish(box, FINISHED) is Outcome.OK
+        assert [delta.text for delta in redis.deltas("a")] == ["one"]
+        assert [entry.type for entry in redis.streams["a"]] == ["delta", "finished"]
+
+    async def test_that_stays_full_is_told_to_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(publisher_module, "FULL_SECONDS", 0.05)
+        redis = ScriptedRedis(full=True)
+        box, said = outbox()
+        async with running(redis) as publisher:
+            publisher.put(box, pieces(["one"])[0])
+            await wait_until(lambda: "stuck" in said)
+            redis.full = False
+            await wait_until(lambda: redis.streams)
+            said.clear()
+            publisher.put(box, EngineDelta(3, 3, "x", (1,)))
+            await wait_until(lambda: box.num_unpublished == 0)
+            assert said == []
+
+
+class TestWhatRedisRefusesByItself:
+    async def test_is_given_up_without_its_neighbours(self) -> None:
+        redis = ScriptedRedis(poisoned={"b"}, gate=asyncio.Event())
+        boxes = {name: outbox(name) for name in "abc"}
+        async with running(redis) as publisher:
+            for box, _ in boxes.values():
+                publisher.put(box, pieces(["one"])[0])
+            redis.gate.set()
+            await wait_until(lambda: len(redis.streams) == 2)
+            await wait_until(lambda: boxes["b"][1] == [Outcome.MOVED])
+            for name in "ac":
+                assert await publisher.finish(boxes[name][0], FINISHED) is Outcome.OK
+            assert await publisher.finish(boxes["b"][0], FINISHED) is None
+        assert [entry.type for entry in redis.streams["a"]] == ["delta", "finished"]
+        assert [entry.type for entry in redis.streams["c"]] == ["delta", "finished"]
+
+    async def test_at_the_end_is_not_tried_for_ever(self) -> None:
+        redis = ScriptedRedis(poisoned={"a"})
+        async with running(redis) as publisher:
+            assert await publisher.finish(outbox("a")[0], FINISHED) is Outcome.MOVED
+
+
 async def test_a_fenced_request_is_dropped_alone() -> None:
     redis = ScriptedRedis(owners={"a": "somebody else"})
     (box, said), (other, other_said) = outbox("a"), outbox("b")
     async with running(redis) as publisher:
         publisher.put(box, EngineDelta(0, 0, "x", (1,)))
         publisher.put(other, EngineDelta(0, 0, "x", (1,)))
+        await wait_until(lambda: said)
         assert await publisher.finish(box, FINISHED) is None
         assert await publisher.finish(other, FINISHED) is Outcome.OK
         publisher.put(box, EngineDelta(1, 1, "y", (2,)))
@@ -141,6 +252,7 @@ async def test_a_moved_stream_is_left_alone() -> None:
     redis.streams["a"] = [foreign]
     async with running(redis) as publisher:
         publisher.put(box, EngineDelta(0, 0, "x", (1,)))
+        await wait_until(lambda: said)
         assert await publisher.finish(box, FINISHED) is None
     assert said == [Outcome.MOVED]
     assert redis.streams["a"] == [foreign]
@@ -192,7 +304,7 @@ async def test_pressure_is_told_over_the_bound_and_when_half_is_free() -> None:
         publisher.put(box, deltas[3])
         assert said == [True]
         redis.gate.set()
-        await box.settled.wait()
+        await wait_until(lambda: box.num_unpublished == 0)
     assert said == [True, False]
     assert box.num_unpublished == 0
 
@@ -225,7 +337,7 @@ async def test_discarded_tokens_are_not_counted_and_never_sent() -> None:
     assert [delta.text for delta in redis.deltas("a")] == ["abc"]
 
 
-STEPS = st.lists(st.sampled_from(["ok", "refused", "lost"]), max_size=6)
+STEPS = st.lists(st.sampled_from(["ok", "refused", "lost", "full"]), max_size=6)
 TEXTS = st.lists(st.text(alphabet="abé🦙", max_size=4), min_size=1, max_size=12)
 
 
@@ -265,6 +377,8 @@ def test_every_token_is_published_once_and_in_order(
         entries = redis.streams[f"r{number}"]
         assert [entry.entry_id for entry in entries] == [f"7-{n}" for n in range(1, len(entries) + 1)]
         assert [entry.type for entry in entries] == ["delta"] * len(deltas) + ["finished"]
+    if "full" in plan:
+        return  # what a full server refused may come again as another entry
     sent: dict[tuple[str, str], Entry] = {}
     for entry in (entry for call in redis.calls for entry in call):
         assert sent.setdefault((entry.request_id, entry.entry_id), entry) == entry
