@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import redis.asyncio
 
+from inferq.engine.lifeline import spawn_bound
 from support.waiting import wait_until
 
 SCRIPTED_ENGINE = Path(__file__).parents[2] / "bench" / "scripted_engine.py"
@@ -72,12 +73,11 @@ def start_worker(url: str, *flags: str, environment: Mapping[str, str] | None = 
     with tempfile.TemporaryDirectory(prefix="inferq-worker-") as folder:
         log = Path(folder) / "worker.log"
         with log.open("wb") as sink:
-            process = subprocess.Popen(
+            process = spawn_bound(
                 [sys.executable, "-m", "inferq.worker.main", "--redis-url", url, *flags],
                 env={**os.environ, **(environment or {})},
                 stdout=sink,
                 stderr=sink,
-                start_new_session=True,
             )
         started = WorkerProcess(process, url, log)
         try:
