@@ -7,11 +7,13 @@ that names the limit, raised before the child hears of it. Standard library only
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, SlowTemplateError
 from .pipe import Ready
 from .request import SamplingParams
 
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
     from .detokenizer import OutputText
     from .text import TextProcessor
 
-#: A longer prompt is tokenized in a thread.
-_INLINE_CHARS: Final = 4096
+#: A prompt of more characters and values is tokenized in a thread.
+_INLINE_SIZE: Final = 4096
+#: Of the processor: a template that takes longer over a short chat is rendered in that thread too.
+_INLINE_SECONDS: Final = 0.02
+MAX_VALUES: Final = 2_000_000
+_MAX_SHOWN_BITS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,46 +43,67 @@ class Prompt:
             raise InvalidRequestError(
                 f"exactly one of prompt, prompt_token_ids and messages must be given, not {len(given)}"
             )
+        if not isinstance(self.text, str | None) or not hasattr(given[0], "__len__"):
+            raise InvalidRequestError(f"a prompt cannot be of type {type(given[0]).__name__}")
         if not len(given[0]):
             raise InvalidRequestError("the prompt is empty")
 
     @property
     def num_chars(self) -> int:
-        """Characters that will be tokenized, about; 0 where the token ids were given."""
-        return _count_chars(self.messages) if self.text is None else len(self.text)
+        """Characters that will be tokenized, about; 0 where the token ids were given.
+
+        Raises InvalidRequestError for messages of more than MAX_VALUES values, or that hold themselves.
+        """
+        if self.text is not None:
+            return len(self.text)
+        num_chars, num_values = _measure(self.messages)
+        if num_values > MAX_VALUES:
+            raise InvalidRequestError(f"the messages hold more than {MAX_VALUES} values")
+        return num_chars
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it is encoded within a millisecond, as far as its size tells."""
+        if self.text is not None:
+            return len(self.text) <= _INLINE_SIZE
+        # A template walks through every value of a chat, whether it holds text or not.
+        return sum(_measure(self.messages, enough=_INLINE_SIZE)) <= _INLINE_SIZE
 
     def check_size(self, max_model_len: int, max_token_chars: int) -> None:
         """Refuse what cannot fit the context even if every token were the longest one there is."""
         limit = max_model_len * max_token_chars
-        if self.num_chars > limit:
+        if (num_chars := self.num_chars) > limit:
             raise InvalidRequestError(
-                f"the prompt has {self.num_chars} characters: max_model_len {max_model_len} is over before them, "
+                f"the prompt has {num_chars} characters: max_model_len {max_model_len} is over before them, "
                 f"as no token of this model has more than {max_token_chars}"
             )
 
-    def encode(self, text: TextProcessor) -> list[int]:
-        """The prompt's token ids. Slow for a long prompt. Raises InvalidRequestError."""
+    def encode(self, text: TextProcessor, *, limit_seconds: float | None = None) -> list[int]:
+        """The prompt's token ids. Slow for a long prompt.
+
+        Raises InvalidRequestError; SlowTemplateError where a template takes more than `limit_seconds`.
+        """
         if self.token_ids is not None:
             return list(self.token_ids)
         if self.text is not None:
             return text.encode(self.text)
-        return text.encode_chat(self.messages or ())
+        return text.encode_chat(self.messages or (), limit_seconds=limit_seconds)
 
 
-def _count_chars(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    return sum(map(_count_chars, _items(value)))
-
-
-def _count_values(value: object) -> int:
-    return 1 + sum(map(_count_values, _items(value)))
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
+def _measure(value: object, *, enough: float = math.inf) -> tuple[int, int]:
+    """How many characters and how many values a chat holds; it ends above MAX_VALUES values, or `enough` of both."""
+    num_chars = num_values = 0
+    left = [value]
+    while left and num_values <= MAX_VALUES and num_chars + num_values <= enough:
+        item = left.pop()
+        num_values += 1
+        if isinstance(item, str):
+            num_chars += len(item)
+        elif isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
+    return num_chars, num_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +114,36 @@ class Admitted:
     output: OutputText
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admission:
-    """The model's facts and its text side: every request passes here."""
+    """The model's facts and its text side: every request passes here. Belongs to one event loop."""
 
     facts: Ready
     text: TextProcessor
+    _slow_template: bool = False
+    # One thread: several would fight each other and the event loop for the interpreter.
+    _tokenizer_thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="inferq-tokenize")
+    )
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids: in a thread where it is long. Raises InvalidRequestError."""
+        """The prompt's token ids: in a thread, one at a time, where it is long. Raises InvalidRequestError."""
+        is_short = prompt.is_short
+        if is_short or prompt.text is not None:
+            self._check_size(prompt)  # a look at the length, which needs no thread
+        if is_short and not (self._slow_template and prompt.messages is not None):
+            try:
+                return prompt.encode(self.text, limit_seconds=_INLINE_SECONDS)
+            except SlowTemplateError:
+                self._slow_template = True
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._encode, prompt)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        self._check_size(prompt)
+        return prompt.encode(self.text)
+
+    def _check_size(self, prompt: Prompt) -> None:
         prompt.check_size(self.facts.max_model_len, self.text.max_token_chars)
-        # A template walks through every value of a chat, whether it holds text or not.
-        if prompt.num_chars + _count_values(prompt.messages) <= _INLINE_CHARS:
-            return prompt.encode(self.text)
-        return await asyncio.to_thread(prompt.encode, self.text)
 
     def admit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Admitted:
         """Check a tokenized request against the model. Raises InvalidRequestError."""
@@ -126,8 +169,9 @@ def _check_ids(what: str, token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequestError(f"{what} must be integers")
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
+            shown = token_id if token_id.bit_length() < _MAX_SHOWN_BITS else "of too many digits"
             raise InvalidRequestError(
-                f"token id {token_id} in {what} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+                f"token id {shown} in {what} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
             )
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from .cache import build_once
 from .errors import ModelLoadError
+from .tokenizer_files import TokenizerFiles
 
 _TOKENIZER_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
@@ -49,25 +50,47 @@ def _save_tokenizer(folder: Path, target: Path, *, trust_remote_code: bool) -> N
         raise ModelLoadError(f"the tokenizer of {folder} cannot be had as a tokenizer.json")
 
 
+def check_text(text_folder: Path) -> None:
+    """Raises ModelLoadError for files that the parent could not read: here there is one line that says so."""
+    try:
+        TokenizerFiles.read(text_folder)
+    except (OSError, ValueError) as exc:
+        raise ModelLoadError(first_line(exc)) from exc
+
+
 def eos_token_ids(generation_ids: int | Iterable[int] | None, text_folder: Path) -> list[int]:
     """Every id that ends a sequence: the generation config's, and the tokenizer's own. Sorted.
 
     Chat models often name the end of a turn in only one of the two places.
     """
     ids = {generation_ids} if isinstance(generation_ids, int) else set(generation_ids or ())
+    if not all(type(i) is int for i in ids):
+        raise ModelLoadError(f"config.json: eos_token_id must be a token id or a list of them, not {generation_ids!r}")
     own = _tokenizer_eos(text_folder)
     return sorted(ids if own is None else ids | {own})
 
 
 def _tokenizer_eos(text_folder: Path) -> int | None:
-    path = text_folder / "tokenizer_config.json"
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    token = settings.get("eos_token")
+    token = read_settings(text_folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str):
         return None
-    found: int | None = Tokenizer.from_file(str(text_folder / "tokenizer.json")).token_to_id(token)
+    path = text_folder / "tokenizer.json"
+    found: int | None = Tokenizer.from_file(str(path)).token_to_id(token)
     return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no such file. Raises ModelLoadError."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ModelLoadError(f"{path} is not JSON: {exc}") from exc
+    if not isinstance(settings, dict):
+        raise ModelLoadError(f"{path} holds no JSON object")
+    return settings
 
 
 def first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ from .loop import EngineLoop
 from .pipe import Freed, Log, Ready, Refused, Stats, Step
 from .request import Completion, Delta, SamplingParams
 from .stream import AsyncStream, Sink, StreamControl, StreamSink, open_stream
-from .tracker import RequestTracker
+from .tracker import PausedBy, RequestTracker
 
 if TYPE_CHECKING:
     from .text import TextProcessor
@@ -68,7 +68,7 @@ class AsyncInferenceEngine:
         self._command = tuple(command)
         self._loop = EngineLoop(self._on_message, self._on_death, log or _log_line)
         self._tracker = RequestTracker(self._loop.send, max_requests=config.max_num_seqs + config.max_waiting)
-        self._held: list[_Held] = []
+        self._held: dict[int, _Held] = {}  #: by key, in the order they came
         self._admits: Admission | None = None  #: from ready on
 
     def __repr__(self) -> str:
@@ -170,12 +170,14 @@ class AsyncInferenceEngine:
         self._loop.check_alive()
         tracker = self._tracker
         key = tracker.new_key()
-        control = StreamControl(partial(tracker.abort, key), partial(tracker.pause, key), partial(tracker.resume, key))
+        pause, resume = partial(tracker.pause, key, PausedBy.READER), partial(tracker.resume, key, PausedBy.READER)
+        control = StreamControl(partial(tracker.abort, key), pause, resume)
         sink, stream = open_stream(request_id, control)
         tracker.reserve(key, request_id, sink)
         held = _Held(key, checked, sampling, sink)
         if not self.is_running:
-            self._held.append(held)
+            self._held[key] = held
+            tracker.when_freed(request_id, partial(self._let_go, key))
             return stream
         try:
             await self._launch(held)
@@ -193,7 +195,11 @@ class AsyncInferenceEngine:
         admitted = self._admission.admit(prompt_token_ids, sampling)
         key = self._tracker.new_key()
         self._tracker.reserve(key, request_id, sink)
-        self._tracker.launch(key, prompt_token_ids, admitted)
+        try:
+            self._tracker.launch(key, prompt_token_ids, admitted)
+        except BaseException:
+            self._tracker.release(key)
+            raise
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt: in a thread where it is long, and not at all where it cannot fit.
@@ -226,7 +232,7 @@ class AsyncInferenceEngine:
         return key is not None and self._tracker.abort(key)
 
     def pause(self, request_id: str) -> None:
-        """Leave a request out of further steps, its blocks kept, until `resume`."""
+        """Leave a request out of further steps, its blocks kept, until `resume`, whatever its reader does."""
         if (key := self._tracker.key_of(request_id)) is not None:
             self._tracker.pause(key)
 
@@ -252,14 +258,17 @@ class AsyncInferenceEngine:
         self._tracker.launch(held.key, token_ids, admitted)
 
     async def _launch_held(self) -> None:
-        held_requests, self._held = self._held, []
-        for held in held_requests:
+        while self._held:
+            held = self._held.pop(next(iter(self._held)))
             try:
                 await self._launch(held)
             except EngineError as exc:
                 self._tracker.fail(held.key, exc)
             except Exception as exc:
                 self._tracker.fail(held.key, RequestFailedError(f"the request failed: {exc!r}"))
+
+    def _let_go(self, key: int, _: Stats | None) -> None:
+        self._held.pop(key, None)
 
     def _on_message(self, message: Step | Refused | Freed) -> None:
         match message:

@@ -16,11 +16,12 @@ from contextlib import suppress
 from typing import Any, Final, Self
 
 from .config import EngineConfig
+from .errors import EngineOverloadedError, InvalidRequestError
 from .lifeline import spawn_bound
-from .pipe import Decoder, Down, Stop, encode
+from .pipe import Add, Decoder, Down, PipeError, Stop, encode
 
 _READ_BYTES: Final = 64 * 1024
-#: What may wait to be written. A child drains its end at all times: one that lets so much pile up is not alive.
+#: What may wait to be written. The child drains its end at all times, but not while the event loop is busy.
 MAX_UNSENT_BYTES: Final = 256 * 1024 * 1024
 _POLL_SECONDS: Final = 0.01
 _STANDARD_ERROR: Final = 2
@@ -36,7 +37,6 @@ class EngineProcess:
         self._reader = reader
         self._writer = writer
         self._decoder = Decoder()
-        self.overflowed = False  #: it was killed because it read nothing
 
     @classmethod
     async def start(cls, command: Sequence[str], config: EngineConfig) -> Self:
@@ -66,13 +66,26 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: Down) -> None:
-        """Write without waiting. A child that has ended hears nothing; one that never reads is killed."""
+        """Write without waiting. A child that has ended hears nothing.
+
+        Raises EngineOverloadedError for an Add while MAX_UNSENT_BYTES or more would wait, InvalidRequestError for one
+        that is too long for a frame. All other messages are small, and about requests that were added.
+        """
         if self._writer.is_closing():
             return
-        self._writer.write(encode(message))
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self.overflowed = True
-            self.kill()
+        if not isinstance(message, Add):
+            self._writer.write(encode(message))
+            return
+        num_unsent = self._writer.transport.get_write_buffer_size()
+        if num_unsent < MAX_UNSENT_BYTES:
+            try:
+                frame = encode(message)
+            except PipeError as exc:
+                raise InvalidRequestError(f"the prompt is too long: {exc}") from exc
+            if num_unsent + len(frame) <= MAX_UNSENT_BYTES:
+                self._writer.write(frame)
+                return
+        raise EngineOverloadedError(f"{num_unsent} bytes wait to be sent to the engine, of {MAX_UNSENT_BYTES}")
 
     async def receive(self) -> Iterator[Any] | None:
         """The messages that came next, perhaps none; None at the pipe's end. Read all of them before the next call.

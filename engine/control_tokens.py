@@ -31,6 +31,7 @@ class StandIns:
     def __init__(self, *avoid: Any) -> None:
         self._free = _absent_characters(avoid)
         self._by_text: dict[str, str] = {}
+        self._chars: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._by_text)
@@ -41,10 +42,11 @@ class StandIns:
         if char is None:
             raise InvalidRequestError("the messages hold too many different control tokens")
         self._by_text[text] = char
+        self._chars.add(char)
         return char
 
     def appear_in(self, text: str) -> bool:
-        return any(char in text for char in self._by_text.values())
+        return not self._chars.isdisjoint(text)
 
     def restore(self, text: str) -> str:
         """`text` with what the stand-ins stand for."""
@@ -52,13 +54,17 @@ class StandIns:
 
     def unescape(self, rendered: str) -> str:
         """Undo what JSON in ASCII makes of a stand-in."""
-        for char in self._by_text.values() if "\\u" in rendered else ():
-            rendered = rendered.replace(json.dumps(char)[1:-1], char)
-        return rendered
+        if not self._chars or "\\u" not in rendered:
+            return rendered
+        escaped = {json.dumps(char)[1:-1]: char for char in self._chars}
+        return re.sub("|".join(map(re.escape, escaped)), lambda found: escaped[found[0]], rendered)
 
 
 def _absent_characters(values: Any) -> Iterator[str]:
-    taken = set(json.dumps(values, ensure_ascii=False, check_circular=False, default=str))
+    try:
+        taken = set(json.dumps(values, ensure_ascii=False, check_circular=False, default=str))
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequestError("messages hold a key or a value that is not JSON") from exc
     for code in itertools.chain(*_STAND_INS):
         if chr(code) not in taken:
             yield chr(code)
@@ -95,6 +101,8 @@ class ControlTokens:
         if value is None or type(value) in (bool, int, float):
             return value
         if isinstance(value, Mapping):
+            if not all(isinstance(key, str | int | float | None) for key in value):
+                raise InvalidRequestError("messages hold a key that is not JSON")
             return {self.mark(key, stand_ins): self.mark(item, stand_ins) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark(item, stand_ins) for item in value]
@@ -118,24 +126,45 @@ class ControlTokens:
         if not stand_ins:
             return list(self._tokenizer.encode_batch_fast([rendered], add_special_tokens=False)[0].ids)
         encoding = self._tokenizer.encode_batch([rendered], add_special_tokens=False)[0]
+        all_ids = encoding.ids
         ids: list[int] = []
+        marked: list[str] = []  # the stretches that hold a stand-in, and in `places` where in `ids` their own ids go
+        places: list[int] = []
         first, begin = 0, 0  # of the stretch since the last control token: its first token, its first character
-        for n, (token_id, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
-            # The unknown token is a control token too, but may be what the tokenizer makes of other text.
-            if token_id in self._texts and rendered[start:end].strip() == self._texts[token_id].strip():
-                ids += self._stretch(rendered[begin:start], encoding.ids[first:n], stand_ins, behind=begin > 0)
-                ids.append(token_id)
-                first, begin = n + 1, end
-        return ids + self._stretch(rendered[begin:], encoding.ids[first:], stand_ins, behind=begin > 0)
+        for n, start, end in [*self._found(rendered, all_ids, encoding.offsets), (len(all_ids), len(rendered), 0)]:
+            stretch = rendered[begin:start]
+            if stand_ins.appear_in(stretch):
+                marked.append((self._anchor if begin else "") + stand_ins.restore(stretch))
+                places.append(len(ids))
+            else:
+                ids += all_ids[first:n]
+            ids += all_ids[n : n + 1]
+            first, begin = n + 1, end
+        # All at once: one call for each would take longer than all else in a chat of thousands of messages.
+        encoded = self._plain.encode_batch_fast(marked, add_special_tokens=False)
+        return _inserted(
+            ids, places, [e.ids[text.startswith(self._anchor) :] for e, text in zip(encoded, marked, strict=True)]
+        )
 
-    def _stretch(self, text: str, ids: list[int], stand_ins: StandIns, *, behind: bool) -> list[int]:
-        """The ids of the text between two control tokens, `ids` where it holds no stand-in."""
-        if not stand_ins.appear_in(text):
-            return ids
-        text = stand_ins.restore(text)
-        if not behind:
-            return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return list(self._plain.encode_batch_fast([self._anchor + text], add_special_tokens=False)[0].ids[1:])
+    def _found(self, rendered: str, ids: list[int], offsets: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """The control tokens of a text: their places among its tokens, and where they begin and end in it."""
+        for n, token_id in enumerate(ids):
+            if token_id in self._texts:
+                start, end = offsets[n]
+                # The unknown token is a control token too, but may be what the tokenizer makes of other text.
+                if rendered[start:end].strip() == self._texts[token_id].strip():
+                    yield n, start, end
+
+
+def _inserted(ids: list[int], places: list[int], parts: list[list[int]]) -> list[int]:
+    """`ids` with each part before the place that it belongs to."""
+    result: list[int] = []
+    begin = 0
+    for place, part in zip(places, parts, strict=True):
+        result += ids[begin:place]
+        result += part
+        begin = place
+    return result + ids[begin:]
 
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -6,6 +6,7 @@ EngineError
 ├── EngineOverloadedError the bound on waiting requests is reached
 ├── DuplicateRequestError a request of that id is in the engine
 ├── InvalidRequestError   this request cannot be served; nobody else is touched
+│   └── SlowTemplateError the chat template takes too long over it
 └── RequestFailedError    this request failed inside the engine; nobody else is touched
 """
 
@@ -34,6 +35,10 @@ class DuplicateRequestError(EngineError):
 
 class InvalidRequestError(EngineError, ValueError):
     """This request cannot be served: the message names the field or the limit."""
+
+
+class SlowTemplateError(InvalidRequestError):
+    """The model's chat template takes too long over this request's messages."""
 
 
 class RequestFailedError(EngineError):

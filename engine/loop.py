@@ -68,7 +68,7 @@ class EngineLoop:
             raise
 
     def send(self, message: Down) -> None:
-        """To the child, without waiting; nothing happens where there is none."""
+        """To the child, without waiting; nothing happens where there is none. Raises as `EngineProcess.send` does."""
         if self._process is not None:
             self._process.send(message)
 
@@ -124,8 +124,6 @@ class EngineLoop:
             # Bytes that are there already are read without a wait: everybody else gets a turn in between.
             await asyncio.sleep(0)
         status = describe_exit(await process.end(grace_seconds=_EXIT_SECONDS))
-        if process.overflowed:
-            return "the engine's process was killed: it read nothing of what it was sent"
         if self._fatal is not None:
             return f"the engine's process failed: {self._fatal}"
         return f"the engine's process {status}"

@@ -6,19 +6,19 @@ nor the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from inferq.cuda.memory import host_available_bytes
 
-from .assets import eos_token_ids, first_line, text_dir
+from .assets import check_text, eos_token_ids, first_line, read_settings, text_dir
 from .cache import cache_root
 from .config import EngineConfig
 from .convert import NAME as DEMO_NAME
@@ -32,6 +32,8 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 _WANTED: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 #: The same weights again, in other formats.
 _UNWANTED: Final = ("original/*", "onnx/*", "consolidated*")
+#: How many tensors a message names.
+_MAX_NAMES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +52,23 @@ class LoadedModel:
 
 def load_model(config: EngineConfig, log: Log) -> LoadedModel:
     """Raises ModelLoadError with one line that says what is wrong."""
+    try:
+        return _load_model(config, log)
+    except (OSError, SafetensorError) as exc:  # a disk that is full, a cache that cannot be written
+        raise ModelLoadError(f"{config.model or 'the model'} cannot be loaded: {exc}") from exc
+
+
+def _load_model(config: EngineConfig, log: Log) -> LoadedModel:
     transformers_logging.disable_progress_bar()
     device = choose_device(config.device)
     name, folder = _find(config, log)
     model_config = _read_config(folder, config.trust_remote_code)
     dtype = choose_dtype(config.dtype, device, model_config)
     _check_memory(folder, dtype, device)
+    _check_generation_config(folder)
     text_folder = text_dir(folder, cache_root(config.cache_dir), trust_remote_code=config.trust_remote_code)
-    model = _read_weights(folder, model_config, dtype, device, trust_remote_code=config.trust_remote_code)
+    check_text(text_folder)
+    model = _read_weights(folder, model_config, dtype, device, log, trust_remote_code=config.trust_remote_code)
     return LoadedModel(
         model=model,
         name=name,
@@ -109,6 +120,8 @@ def _multiplies_bfloat16() -> bool:
 
 def _find(config: EngineConfig, log: Log) -> tuple[str, Path]:
     """The model's name and its folder."""
+    if not config.model:
+        raise ModelLoadError("model must be `demo`, a folder or a Hugging Face id, not empty")
     if config.model == "demo":
         return DEMO_NAME, demo_model_dir(cache_root(config.cache_dir), log)
     folder = Path(config.model).expanduser()
@@ -144,6 +157,14 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
         raise ModelLoadError(f"{folder} holds no model that transformers knows: {first_line(exc)}") from exc
 
 
+def _check_generation_config(folder: Path) -> None:
+    """transformers passes over a broken one without a word, and the model would not stop where it should."""
+    path = folder / "generation_config.json"
+    ids = read_settings(path).get("eos_token_id")
+    if not all(type(i) is int for i in (ids if isinstance(ids, list) else [ids]) if i is not None):
+        raise ModelLoadError(f"{path}: eos_token_id must be a token id or a list of them, not {ids!r}")
+
+
 def _check_memory(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -166,19 +187,46 @@ def _num_parameters(file: Path) -> int:
 
 
 def _read_weights(
-    folder: Path, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool
+    folder: Path,
+    model_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    log: Log,
+    *,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "eager"}
+    options: dict[str, Any] = {
+        "local_files_only": True,
+        "use_safetensors": True,
+        "attn_implementation": "eager",
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # told by `_check_tensors`, by name
+        "trust_remote_code": trust_remote_code,
+    }
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=model_config, dtype=dtype, trust_remote_code=trust_remote_code, **options
-        )
+        model, found = AutoModelForCausalLM.from_pretrained(folder, config=model_config, dtype=dtype, **options)
+        _check_tensors(folder, found, log)
         placed: PreTrainedModel = model.to(device).eval()
     except (MemoryError, torch.OutOfMemoryError) as exc:
         raise ModelLoadError(f"not enough memory for {folder.name} on {device}: {first_line(exc)}") from exc
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as exc:
         raise ModelLoadError(f"{model_config.model_type} model in {folder}: {first_line(exc)}") from exc
     return placed
+
+
+def _check_tensors(folder: Path, found: Mapping[str, Any], log: Log) -> None:
+    """What was not read would be filled with random numbers, and the model would talk nonsense."""
+    mismatched = [name for name, *_ in found["mismatched_keys"]]
+    for what, names in (("lack", found["missing_keys"]), ("have in another shape", mismatched)):
+        if names:
+            raise ModelLoadError(f"the weights in {folder} {what} {len(names)} of the model's tensors: {_some(names)}")
+    if found["unexpected_keys"]:
+        log("warning", "tensors that the model does not use", tensors=_some(found["unexpected_keys"]))
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:_MAX_NAMES]) + (", ..." if len(ordered) > _MAX_NAMES else "")
 
 
 def _configured_eos(model: PreTrainedModel) -> int | list[int] | None:

@@ -7,8 +7,12 @@ transformers is installed.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Final, SupportsFloat
 
 from .errors import InvalidRequestError
 
@@ -27,7 +31,8 @@ class SamplingParams:
     `seed` and a token's position are the only inputs to the randomness of its choice. `stop` strings are found by the
     parent, which sees text; everything else is decided in the child, which sees token ids.
 
-    Raises InvalidRequestError for a value out of its range.
+    Raises InvalidRequestError for a value of another type or out of its range. Integers and floats may be of any type
+    that says it is one, numpy's for example; they are held as Python's own.
     """
 
     max_tokens: int | None = None
@@ -42,6 +47,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -55,9 +61,59 @@ class SamplingParams:
         if not 0 <= self.seed < 2**63:
             raise InvalidRequestError(f"seed must be at least 0 and below 2**63, not {self.seed}")
 
+    def _check_types(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            if name != "max_tokens" or self.max_tokens is not None:
+                object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, not {_shown(value)}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in _items("stop", self.stop)):
+            raise InvalidRequestError(f"stop must be a sequence of texts, not {_shown(self.stop)}")
+        ids = tuple(_integer("stop_token_ids", i) for i in _items("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", ids)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+#: Python does not print numbers that are much larger, and so nor do messages about them.
+_MAX_BITS: Final = 1024
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)
+            if number.bit_length() > _MAX_BITS:
+                raise InvalidRequestError(f"{name} is a number of more than {_MAX_BITS} bits")
+            return number
+    kind = "integers" if name == "stop_token_ids" else "an integer"
+    raise InvalidRequestError(f"{name} must be {kind}, not {_shown(value)}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool | str):
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    raise InvalidRequestError(f"{name} must be a finite number, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python refuses to print an integer of more than 4300 digits
+        return f"a value of type {type(value).__name__}"
+
+
+def _items(name: str, values: Any) -> Collection[Any]:
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise InvalidRequestError(f"{name} must be a sequence, not {_shown(values)}")
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
 from inferq.cuda.memory import MemoryShortageError, cuda_kv_bytes, host_kv_bytes, num_blocks_for
 
+from .assets import first_line
 from .attention import AttentionBackend, LayerShape, block_bytes, make_backend
 from .attention.hook import ZeroAttention, attending
 from .batch import StepBatch
@@ -59,14 +62,18 @@ class ModelRunner:
             log("warning", "context cut to the KV cache", wanted=context, max_model_len=max_model_len)
         if freeze_rotary_frequencies(loaded.model, max_model_len):
             log("info", "rotary frequencies fixed for the longest sequence", max_model_len=max_model_len)
-        backend.allocate(layers, self.num_blocks, dtype=loaded.dtype, device=loaded.device)
-        self._batch = StepBatch(
-            max_tokens=config.max_num_batched_tokens,
-            max_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=self.block_size,
-            device=loaded.device,
-        )
+        with _memory_for(f"num_blocks {self.num_blocks} of {self.block_size} tokens"):
+            backend.allocate(layers, self.num_blocks, dtype=loaded.dtype, device=loaded.device)
+        with _memory_for(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}"
+        ):
+            self._batch = StepBatch(
+                max_tokens=config.max_num_batched_tokens,
+                max_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=self.block_size,
+                device=loaded.device,
+            )
         self.facts = Ready(
             model=loaded.name,
             text_dir=str(loaded.text_dir),
@@ -136,6 +143,15 @@ class ModelRunner:
             logits = self._model(ids, position_ids=torch.zeros_like(ids), use_cache=False, **options).logits[0, -rows:]
         sample(logits, [SequenceSampling(max_tokens=1)] * rows, [0] * rows)
         return torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    """Turns the failure of an allocation, which torch tells in several ways, into a ModelLoadError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as exc:
+        raise ModelLoadError(f"not enough memory for {what}: {first_line(exc)}") from exc
 
 
 def _context(loaded: LoadedModel, config: EngineConfig, log: Log) -> int:

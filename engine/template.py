@@ -12,8 +12,9 @@ from typing import Any, Final
 from jinja2.environment import Template
 from jinja2.exceptions import TemplateError
 
-from .errors import InvalidRequestError
-from .sandbox import TemplateEnvironment, render_variables
+from .errors import InvalidRequestError, SlowTemplateError
+from .sandbox import OutOfTimeError, TemplateEnvironment, render_variables
+from .template_bounds import weigh
 
 MAX_RENDERED_CHARS: Final = 8 * 1024 * 1024
 _MAX_MESSAGE_CHARS: Final = 500
@@ -38,25 +39,30 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        limit_seconds: float | None = None,
     ) -> str:
         """The chat as text. `messages` and `tools` are plain values: dict, list, str, int, float, bool, None.
 
-        Raises InvalidRequestError: no template, a chat that the template refuses, a text that gets too long.
+        Raises InvalidRequestError: no template, a chat that the template refuses, a text that gets too long; and
+        SlowTemplateError after `limit_seconds` of the processor, where they are given.
         """
         if not messages:
             raise InvalidRequestError("messages must not be empty")
         template = self._choose(has_tools=tools is not None)
-        variables = render_variables(
-            **self._variables,
-            messages=[_normalized(message) for message in messages],
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-        )
+        chat = {
+            "messages": [_normalized(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        variables = render_variables({**self._variables, **chat}, limit_seconds=limit_seconds)
         try:
+            weigh([messages, tools])
             return _bounded(template, variables)
         except InvalidRequestError:
             raise
+        except OutOfTimeError as exc:
+            raise SlowTemplateError(f"the chat template cannot render these messages: {exc}") from exc
         except TemplateError as exc:
             raise InvalidRequestError(_shortened(f"the chat template refuses these messages: {exc}")) from exc
         except Exception as exc:  # a template can fail in any way that Python can

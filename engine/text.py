@@ -59,12 +59,14 @@ class TextProcessor:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        limit_seconds: float | None = None,
     ) -> list[int]:
         """The ids of a chat as the model's template renders it; control tokens are the template's alone.
 
-        Raises InvalidRequestError: no template, or one that refuses the chat, in its own words.
+        Raises InvalidRequestError: no template, or one that refuses the chat, in its own words; SlowTemplateError
+        where it takes more of the processor than `limit_seconds`.
         """
-        rendered, stand_ins = self._render(messages, tools, add_generation_prompt)
+        rendered, stand_ins = self._render(messages, tools, add_generation_prompt, limit_seconds)
         try:
             return self._control.encode(rendered, stand_ins)
         except TypeError as exc:
@@ -100,15 +102,18 @@ class TextProcessor:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        limit_seconds: float | None = None,
     ) -> tuple[str, StandIns]:
-        stand_ins = StandIns(messages, tools, self._sources)
         try:
+            stand_ins = StandIns(messages, tools, self._sources)
             chat, marked_tools = self._control.mark(messages, stand_ins), self._control.mark(tools, stand_ins)
         except RecursionError as exc:
             raise InvalidRequestError("the messages are nested too deeply") from exc
         if not all(isinstance(message, dict) for message in chat):
             raise InvalidRequestError("each message must be an object")
-        rendered = self._template.render(chat, tools=marked_tools, add_generation_prompt=add_generation_prompt)
+        rendered = self._template.render(
+            chat, tools=marked_tools, add_generation_prompt=add_generation_prompt, limit_seconds=limit_seconds
+        )
         return stand_ins.unescape(rendered), stand_ins
 
 

@@ -41,6 +41,8 @@ class TokenizerFiles:
             named = _named_tokens(config)
             _complete(tokenizer, config, [*named.values(), *_extra_tokens(config)])
             templates = _read_templates(folder, config)
+        except UnicodeDecodeError as exc:
+            raise ValueError(f"a chat template in {folder} is not UTF-8: {exc}") from exc
         except (AttributeError, KeyError, TypeError) as exc:
             raise ValueError(f"the tokenizer configuration in {folder} is not as it should be: {exc!r}") from exc
         return cls(tokenizer, {name: str(token) for name, token in named.items()}, templates)

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from .admission import Admitted
@@ -35,6 +36,13 @@ _logger = logging.getLogger(__name__)
 OnFreed = Callable[[Stats | None], None]
 
 
+class PausedBy(Enum):
+    """Why a request is paused: it goes on when no reason is left."""
+
+    USER = auto()
+    READER = auto()  #: its stream holds too much that was not read
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     request_id: str
@@ -43,7 +51,7 @@ class _Request:
     output: OutputText | None = None  #: None until the request was sent to the child
     num_tokens: int = 0
     num_chars: int = 0
-    paused: bool = False
+    paused: set[PausedBy] = field(default_factory=set)
     on_freed: list[OnFreed] = field(default_factory=list)
 
     @property
@@ -62,7 +70,7 @@ class RequestTracker:
     """All requests between their start and their end. Not thread-safe: it belongs to one event loop.
 
     A request is reserved (its id is taken, the child has not heard of it), then launched. `send` takes messages for
-    the child, and must not raise.
+    the child, and may raise for an Add alone.
     """
 
     def __init__(self, send: Callable[[Down], None], *, max_requests: int) -> None:
@@ -106,11 +114,14 @@ class RequestTracker:
         self._keys_by_id[request_id] = key
 
     def launch(self, key: int, prompt_token_ids: Sequence[int], admitted: Admitted) -> None:
-        """Send a reserved request to the child; nothing happens if it has ended meanwhile."""
+        """Send a reserved request to the child; nothing happens if it has ended meanwhile.
+
+        What sending raises is passed on, and the request is then reserved as before: release or fail it.
+        """
         if (request := self._live.get(key)) is None:
             return
-        request.output = admitted.output
         self._send(Add(key, list(prompt_token_ids), admitted.sampling))
+        request.output = admitted.output
         if request.paused:
             self._send(Pause(key))
 
@@ -132,17 +143,17 @@ class RequestTracker:
             self._fail(request, exc)
         return True
 
-    def pause(self, key: int) -> None:
-        """Leave the request out of further steps; its blocks stay."""
-        if (request := self._live.get(key)) is not None and not request.paused:
-            request.paused = True
-            if request.launched:
+    def pause(self, key: int, by: PausedBy = PausedBy.USER) -> None:
+        """Leave the request out of further steps, its blocks kept, until it is resumed for every reason given."""
+        if (request := self._live.get(key)) is not None:
+            if request.launched and not request.paused:
                 self._send(Pause(key))
+            request.paused.add(by)
 
-    def resume(self, key: int) -> None:
-        if (request := self._live.get(key)) is not None and request.paused:
-            request.paused = False
-            if request.launched:
+    def resume(self, key: int, by: PausedBy = PausedBy.USER) -> None:
+        if (request := self._live.get(key)) is not None and by in request.paused:
+            request.paused.remove(by)
+            if request.launched and not request.paused:
                 self._send(Resume(key))
 
     def when_freed(self, request_id: str, on_freed: OnFreed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from support.scripted import EOS_TOKEN_ID, VOCAB_SIZE, text_folder
 
 from inferq.engine.admission import Admission, Prompt
-from inferq.engine.errors import InvalidRequestError
+from inferq.engine.errors import InvalidRequestError, SlowTemplateError
 from inferq.engine.pipe import Ready
 from inferq.engine.request import SamplingParams
 from inferq.engine.text import TextProcessor
@@ -49,6 +50,7 @@ def test_a_prompt_is_exactly_one_thing_and_not_empty(prompt: dict[str, Any], say
         ([VOCAB_SIZE], f"token id {VOCAB_SIZE} in the prompt is outside"),
         ([5, 2**63, 7], f"token id {2**63} in the prompt is outside"),
         ([5, -(2**70)], "outside"),
+        ([5, 1 << 20000], "token id of too many digits in the prompt is outside"),
         (["5"], "the prompt must be integers"),
         ([True], "the prompt must be integers"),
         ([1.0], "the prompt must be integers"),
@@ -110,7 +112,7 @@ class Recorder:
         self.threads.append(threading.current_thread() is threading.main_thread())
         return [len(prompt)]
 
-    def encode_chat(self, messages: Any) -> list[int]:
+    def encode_chat(self, messages: Any, *, limit_seconds: float | None) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
 
@@ -144,7 +146,7 @@ async def test_a_chat_of_many_values_without_text_is_rendered_in_a_thread(monkey
     class Text:
         max_token_chars = 8
 
-        def encode_chat(self, messages: object) -> list[int]:
+        def encode_chat(self, messages: object, *, limit_seconds: float | None) -> list[int]:
             rendered_in.append(threading.get_ident())
             return [1]
 
@@ -152,3 +154,78 @@ async def test_a_chat_of_many_values_without_text_is_rendered_in_a_thread(monkey
     for calls in ([], [[]] * 5000):
         await admission.tokenize(Prompt(messages=[{"role": "user", "content": "x", "tool_calls": calls}]))
     assert [ident == threading.get_ident() for ident in rendered_in] == [True, False]
+
+
+async def test_one_long_prompt_at_a_time_is_tokenized_and_a_short_one_does_not_wait() -> None:
+    """Threads that tokenize at once would fight the event loop for the interpreter."""
+    at_work, most, go_on = 0, 0, threading.Event()
+
+    class Text:
+        max_token_chars = 1000
+
+        def encode(self, prompt: str) -> list[int]:
+            nonlocal at_work, most
+            if len(prompt) > 100:
+                at_work += 1
+                most = max(most, at_work)
+                go_on.wait()
+                at_work -= 1
+            return [len(prompt)]
+
+    admission = Admission(FACTS, Text())  # type: ignore[arg-type]
+    long = [asyncio.create_task(admission.tokenize(Prompt("x" * 5000))) for _ in range(4)]
+    await asyncio.sleep(0)
+    long[0].cancel()  # its thread goes on, and the next one waits for it all the same
+    assert await admission.tokenize(Prompt("short")) == [5]
+    go_on.set()
+    assert await asyncio.gather(*long[1:]) == [[5000]] * 3
+    assert most == 1
+
+
+async def test_a_short_chat_with_a_slow_template_is_rendered_in_the_thread() -> None:
+    limits: list[float | None] = []
+
+    class Text:
+        max_token_chars = 1000
+
+        def encode_chat(self, messages: object, *, limit_seconds: float | None) -> list[int]:
+            limits.append(limit_seconds)
+            if limit_seconds is not None:
+                raise SlowTemplateError("too slow")
+            assert threading.current_thread() is not threading.main_thread()
+            return [1]
+
+    admission = Admission(FACTS, Text())  # type: ignore[arg-type]
+    for _ in range(2):
+        assert await admission.tokenize(Prompt(messages=[{"content": "x"}])) == [1]
+    assert limits[0] is not None
+    assert limits[1:] == [None, None], "and the next chat is not tried in the event loop again"
+
+
+def odd_chats() -> dict[str, list[Any]]:
+    cyclic: dict[str, Any] = {"role": "user"}
+    cyclic["content"] = [cyclic]
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    return {
+        "cyclic": [cyclic],
+        "deep": [{"role": "user", "content": deep}],
+        "tuple as a key": [{"role": "user", ("a", "b"): "c"}],
+        "object as a key": [{"role": "user", object(): "c"}],
+        "object as a value": [{"role": "user", "content": object()}],
+        "huge number": [{"role": "user", "content": 10**5000}],
+        "too many values": [{"role": "user", "content": [[]] * 2_000_001}],
+    }
+
+
+@pytest.mark.parametrize("name", odd_chats())
+async def test_a_chat_that_is_not_json_is_the_requests_own_fault(admission: Admission, name: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        await admission.tokenize(Prompt(messages=odd_chats()[name]))
+
+
+@pytest.mark.parametrize("fields", [{"text": 5}, {"token_ids": 5}, {"messages": iter([])}, {"text": ["a"]}])
+def test_a_prompt_of_another_type_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be of type"):
+        Prompt(**fields)

@@ -8,6 +8,7 @@ import logging
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -371,19 +372,22 @@ async def test_an_add_that_is_cancelled_while_it_tokenizes_gives_its_id_back(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await start(max_model_len=16_000)
-    reached = asyncio.Event()
+    reached, go_on = threading.Event(), threading.Event()
 
-    async def never(*_: object) -> None:
+    def slow(*_: object) -> list[int]:
         reached.set()
-        await asyncio.Event().wait()
+        go_on.wait()
+        return [1]
 
-    monkeypatch.setattr("inferq.engine.admission.asyncio.to_thread", never)
+    monkeypatch.setattr("inferq.engine.admission.Prompt.encode", slow)
     adding = asyncio.create_task(engine.add_request("r", "x" * 10_000))
-    await reached.wait()
+    await wait_until(reached.is_set)
+    monkeypatch.undo()
     assert engine.num_requests == 1
     adding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await adding
+    go_on.set()
     assert engine.num_requests == 0
     assert (await engine.complete("x", request_id="r", sampling=up_to(3))).text == answer("x", 3)
 
@@ -393,16 +397,16 @@ async def test_an_abort_while_the_prompt_is_tokenized_is_not_lost(
 ) -> None:
     engine = await start(max_model_len=16_000)
     steps_before = engine.stats
-    reached, go_on = asyncio.Event(), asyncio.Event()
+    reached, go_on = threading.Event(), threading.Event()
 
-    async def later(function: Callable[..., Any], *args: Any) -> Any:
+    def later(*_: object) -> list[int]:
         reached.set()
-        await go_on.wait()
-        return function(*args)
+        go_on.wait()
+        return [1]
 
-    monkeypatch.setattr("inferq.engine.admission.asyncio.to_thread", later)
+    monkeypatch.setattr("inferq.engine.admission.Prompt.encode", later)
     adding = asyncio.create_task(engine.add_request("r", "x" * 10_000))
-    await reached.wait()
+    await wait_until(reached.is_set)
     assert engine.abort("r")
     go_on.set()
     assert [d.finish_reason for d in await read_all(await adding)] == [FinishReason.CANCELLED]

@@ -15,9 +15,11 @@ import pytest
 from support.processes import SCRIPTED_ENGINE, all_gone
 
 import inferq.engine.child
+import inferq.engine.pipe
 from inferq.engine.child import EngineProcess, describe_exit
 from inferq.engine.config import EngineConfig
-from inferq.engine.pipe import Abort, Add, Fatal, Freed, Log, PipeError, Ready
+from inferq.engine.errors import EngineOverloadedError, InvalidRequestError
+from inferq.engine.pipe import Abort, Add, Fatal, Freed, Log, PipeError, Ready, Step
 
 Start = Callable[[Sequence[str]], Awaitable[EngineProcess]]
 SCRIPTED = (sys.executable, str(SCRIPTED_ENGINE))
@@ -125,17 +127,34 @@ async def test_garbage_is_a_pipe_error_after_what_was_good(start: Start) -> None
     await process.end(grace_seconds=20)
 
 
-async def test_a_child_that_reads_nothing_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_would_wait_beyond_the_bound_is_refused_and_the_child_lives(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop was busy adding, so that nothing could be written: the child is not to blame."""
     monkeypatch.setattr(inferq.engine.child, "MAX_UNSENT_BYTES", 1024 * 1024)
-    process = await start(command("time.sleep(600)"))
+    process = await start(SCRIPTED)
+    await read(process, has(Ready))
     sent = 0
-    while not process.overflowed:
-        process.send(Add(sent, [1] * 10_000, {}))
-        sent += 1
-        assert sent < 1000
-    assert await process.wait() == -signal.SIGKILL
-    assert await read(process) == []
-    await process.end(grace_seconds=0)
+    with pytest.raises(EngineOverloadedError, match="of 1048576"):
+        while sent < 1000:
+            process.send(Add(sent + 1, [1] * 10_000, {"max_tokens": 1}))
+            sent += 1
+    process.send(Abort(sent))  # what is small is sent all the same
+    seen = await read(process, has(Freed))
+    assert [message.key for message in seen if isinstance(message, Freed)] == [sent]
+    process.send(Add(2000, [65], {"max_tokens": 1}))
+    steps = await read(
+        process, lambda seen: any(key == 2000 for m in seen if isinstance(m, Step) for key, *_ in m.outputs)
+    )
+    assert steps
+    assert await process.terminate(grace_seconds=20) == 0
+
+
+async def test_a_prompt_that_no_frame_holds_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inferq.engine.pipe, "MAX_FRAME_BYTES", 1024)
+    process = await start(command("time.sleep(600)"))
+    with pytest.raises(InvalidRequestError, match="too long"):
+        process.send(Add(1, [1] * 10_000, {}))
 
 
 async def test_its_prints_go_to_standard_error() -> None:

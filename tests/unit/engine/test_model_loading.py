@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.models import save_tiny_model
 from transformers import AutoConfig
 
@@ -16,6 +17,7 @@ from inferq.engine import model as loading
 from inferq.engine.config import EngineConfig
 from inferq.engine.errors import ModelLoadError
 from inferq.engine.model import LoadedModel, choose_device, choose_dtype, load_model
+from inferq.engine.runner import load_runner
 
 CPU = torch.device("cpu")
 
@@ -174,3 +176,96 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_dtype("auto", CPU, config) == expected
     with pytest.raises(ModelLoadError, match=r"dtype must be auto, float32, bfloat16, float16, not 'int8'"):
         choose_dtype("int8", CPU, config)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Put other weights into the folder: what `change` makes of them."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+class TestTensors:
+    """Never a random number in place of a weight."""
+
+    def test_missing_ones_are_named_five_at_most(self, folder: Path) -> None:
+        rewrite(folder, lambda weights: {name: w for name, w in weights.items() if "layers.1." not in name})
+        message = refused(folder)
+        assert message.startswith(f"the weights in {folder} lack 9 of the model's tensors: model.layers.1.")
+        assert message.count("model.layers.1.") == 5
+        assert message.endswith(", ...")
+
+    def test_all_are_missing(self, folder: Path) -> None:
+        rewrite(folder, lambda weights: {f"other.{name}": w for name, w in weights.items()})
+        assert "lack" in refused(folder)
+
+    def test_one_of_another_shape_is_named(self, folder: Path) -> None:
+        name = "model.layers.0.mlp.down_proj.weight"
+        rewrite(folder, lambda weights: weights | {name: weights[name][:, :50].clone()})
+        assert refused(folder) == f"the weights in {folder} have in another shape 1 of the model's tensors: {name}"
+
+    def test_more_than_the_model_has_are_logged(self, folder: Path) -> None:
+        rewrite(folder, lambda weights: weights | {"model.extra.weight": torch.zeros(2)})
+        lines: list[tuple[str, str, dict[str, Any]]] = []
+        config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+        load_model(config, lambda level, event, **details: lines.append((level, event, details)))
+        assert lines == [("warning", "tensors that the model does not use", {"tensors": "model.extra.weight"})]
+
+    def test_tied_ones_need_not_be_there(self, tmp_path: Path) -> None:
+        folder = save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+        assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"\xff\xfe"),
+        ("tokenizer_config.json", b'{"eos_token": '),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff\xfe"),
+        ("generation_config.json", b"{"),
+        ("generation_config.json", b'{"eos_token_id": "x"}'),
+        ("generation_config.json", b'{"eos_token_id": [2, true]}'),
+        ("config.json", b'{"model_type": "llama"'),
+    ],
+)
+def test_a_broken_file_is_named(folder: Path, file: str, content: bytes) -> None:
+    (folder / file).write_bytes(content)
+    message = refused(folder)
+    assert str(folder / file) in message or (file == "config.json" and str(folder) in message)
+
+
+def test_a_template_that_is_not_utf_8(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in refused(folder)
+
+
+def test_an_eos_of_the_configuration_that_is_no_id(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id="x")
+    refused(folder)
+
+
+def test_no_name_at_all() -> None:
+    assert refused("") == "model must be `demo`, a folder or a Hugging Face id, not empty"
+
+
+def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    assert str(tmp_path / "cache") in refused(folder, cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_blocks": 10**12}, "not enough memory for num_blocks 1000000000000"),
+        ({"num_blocks": 16, "max_num_batched_tokens": 10**13}, "not enough memory for max_num_batched_tokens"),
+    ],
+)
+def test_more_than_the_memory_can_be(original: Path, fields: dict[str, Any], says: str) -> None:
+    config = EngineConfig(model=str(original), device="cpu", dtype="float32", threads=1, **fields)
+    with pytest.raises(ModelLoadError, match=says) as caught:
+        load_runner(config, lambda *_, **__: None)
+    assert "\n" not in str(caught.value)

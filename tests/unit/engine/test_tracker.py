@@ -12,9 +12,9 @@ from inferq.engine.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
-from inferq.engine.pipe import Abort, Add, Freed, Pause, Refused, Resume, Stats, Step
+from inferq.engine.pipe import Abort, Add, Down, Freed, Pause, Refused, Resume, Stats, Step
 from inferq.engine.request import Delta, FinishReason
-from inferq.engine.tracker import RequestTracker
+from inferq.engine.tracker import PausedBy, RequestTracker
 
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
@@ -339,3 +339,41 @@ def test_freed_for_an_unknown_key_is_harmless() -> None:
     setup = Setup()
     setup.tracker.on_freed(Freed(99, setup.child.stats()))
     assert setup.tracker.stats is not None
+
+
+def test_a_request_that_cannot_be_sent_is_not_left_behind() -> None:
+    child = ChildModel()
+
+    def send(message: Down) -> None:
+        if isinstance(message, Add):
+            raise EngineOverloadedError("full")
+        child.send(message)
+
+    tracker = RequestTracker(send, max_requests=1)
+    for _ in range(3):
+        key = tracker.new_key()
+        tracker.reserve(key, "a", ListSink())
+        with pytest.raises(EngineOverloadedError, match="full"):
+            tracker.launch(key, [1], admitted())
+        tracker.release(key)
+        assert tracker.idle
+    assert not child.inbox
+
+
+def test_a_request_goes_on_when_neither_user_nor_reader_has_it_paused() -> None:
+    setup = Setup()
+    setup.add("a")
+    key, tracker, inbox = setup.key("a"), setup.tracker, setup.child.inbox
+    inbox.clear()
+    tracker.pause(key, PausedBy.READER)
+    tracker.pause(key)
+    tracker.pause(key)
+    assert inbox == [Pause(key)]
+    tracker.resume(key)
+    tracker.resume(key)
+    assert inbox == [Pause(key)], "the reader is still behind"
+    tracker.pause(key)
+    tracker.resume(key, PausedBy.READER)
+    assert inbox == [Pause(key)], "the user still has it paused"
+    tracker.resume(key)
+    assert inbox == [Pause(key), Resume(key)]
