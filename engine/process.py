@@ -86,7 +86,8 @@ def serve(fd: int, load: Callable[[LogSink], Runner], core: Callable[..., Engine
     """Speak the protocol over the socket `fd` with the runner that `load` returns; the exit code.
 
     `core` makes the step loop of a runner, an inbox and a function that sends.
-    0 after Stop. 1 where loading or a step failed, with Fatal as the last message and the traceback on stderr.
+    0 after Stop. 1 where loading or a step failed: then Fatal is the last message, and the traceback of what is no
+    EngineError is on stderr.
     """
     connection = socket.socket(fileno=fd)
     # A process that a library starts must not hold the pipe open.
@@ -98,8 +99,10 @@ def serve(fd: int, load: Callable[[LogSink], Runner], core: Callable[..., Engine
         core(runner, pipe.inbox, pipe.send).run()
     except Exception as exc:
         pipe.send(Fatal(_describe(exc)))
-        with suppress(OSError):
-            traceback.print_exc()
+        # An error of ours says what is wrong; where it was found helps nobody.
+        if not isinstance(exc, EngineError):
+            with suppress(OSError):
+                traceback.print_exc()
         return 1
     else:
         return 0

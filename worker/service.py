@@ -71,7 +71,16 @@ async def _reach(redis: ArqRedis) -> None:
                     problem = type(exc).__name__
                 await asyncio.sleep(backoff.next())
     except TimeoutError:
-        raise RedisAway(f"Redis cannot be reached at --redis-url ({problem})") from None
+        raise RedisAway(
+            f"Redis cannot be reached at {_place(redis)} ({problem}): start it there, name another by --redis-url, "
+            "or give --embedded"
+        ) from None
+
+
+def _place(redis: ArqRedis) -> str:
+    """Where the server should be, without user and password."""
+    options = redis.connection_pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
 
 async def _look_at_policy(redis: ArqRedis) -> None:

@@ -25,7 +25,17 @@ SLOW = ["--step-ms", "10"]
 async def test_no_server_at_the_start_is_exit_3_and_one_line(tmp_path: object) -> None:
     with start_worker(f"unix://{tmp_path}/none.sock") as worker:
         assert await worker.wait(30) == 3
-        assert worker.log.splitlines()[-1].startswith("inferq-worker: Redis cannot be reached at --redis-url")
+        (line,) = worker.log.splitlines()
+        assert line.startswith(f"inferq-worker: Redis cannot be reached at {tmp_path}/none.sock")
+        assert "--embedded" in line
+
+
+async def test_a_server_that_cannot_be_reached_is_named_without_its_password() -> None:
+    with start_worker("redis://user:secret@localhost:1/0") as worker:
+        assert await worker.wait(30) == 3
+        (line,) = worker.log.splitlines()
+        assert "localhost:1 " in line
+        assert "secret" not in line
 
 
 async def test_decoded_responses_are_refused_at_the_start(redis_url: str) -> None:

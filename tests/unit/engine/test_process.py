@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.child import Child, scripted_child, start_child
@@ -180,6 +181,14 @@ def test_an_error_in_a_step_is_fatal_with_its_message_and_the_traceback_goes_to_
         assert len(child.tokens(1)) == 3
         assert child.process.stderr is not None
         assert b"Traceback" in child.process.stderr.read()
+
+
+def test_a_load_that_fails_by_the_users_doing_is_one_line(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path / "nowhere"), device="cpu").to_json()
+    with start_child([sys.executable, "-m", "inferq.engine.process"], config) as child:
+        assert last_words(child) == (f"there is no folder {tmp_path}/nowhere", 1)
+        assert child.process.stderr is not None
+        assert b"Traceback" not in child.process.stderr.read()
 
 
 def test_a_failing_load_is_fatal_with_its_message() -> None:
