@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, Never
 
 from redis.exceptions import RedisError, ResponseError
@@ -20,6 +20,7 @@ REDIS_ERRORS: Final = (RedisError, OSError)
 #: How a message begins that says what state the server is in: MISCONF, NOREPLICAS, CLUSTERDOWN. redis-py has classes
 #: of its own for most, and takes off a plain ERR.
 _STATE: Final = re.compile(r"(?!WRONGTYPE)[A-Z]{3,} ")
+_CANCEL_AGAIN_SECONDS: Final = 0.5
 
 
 def is_refused(exc: BaseException) -> bool:
@@ -83,3 +84,16 @@ async def every(seconds: float, action: Callable[[], Awaitable[object]], *, role
     while True:
         await persist(action, outage)
         await asyncio.sleep(seconds)
+
+
+async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and return when they have ended.
+
+    Once is not enough: redis-py enters an `asyncio.timeout(0)` with each pooled command, and takes a cancellation that
+    comes right before it for that timeout. The task then goes on as if nothing had happened.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_SECONDS)

@@ -18,7 +18,7 @@ from inferq.engine.async_engine import AsyncInferenceEngine
 from inferq.producer.commands import ProducerCommands
 from inferq.producer.connection import blocking_connection, connect
 
-from .background import REDIS_ERRORS, Backoff, Outage, every, persist
+from .background import REDIS_ERRORS, Backoff, Outage, end, every, persist
 from .bell import QueueBell
 from .cancellation import CancellationBell
 from .clock import RedisClock
@@ -134,9 +134,7 @@ async def running_service(
         try:
             yield worker
         finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.wait(parts)
+            await end(parts)
             with contextlib.suppress(*REDIS_ERRORS):
                 async with asyncio.timeout(_FAREWELL_SECONDS):
                     await health.remove()

@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import ConnectionError, ResponseError
 from support.waiting import wait_until
 
-from inferq.worker.background import Backoff, every
+from inferq.worker.background import Backoff, end, every
 from inferq.worker.clock import RedisClock
 from inferq.worker.signals import StopSignals, first_of
 
@@ -89,3 +89,24 @@ def test_the_clock_follows_redis_not_this_machine() -> None:
     assert 0 <= clock.now_ms() - 1_000_000_500 < 10_000
     assert clock.seconds_until(clock.now_ms() + 60_000) == pytest.approx(60, abs=10)
     assert clock.seconds_until(0) < 0
+
+
+async def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
+    """As redis-py does when a cancellation comes right before one of its timeouts."""
+    lost: list[bool] = []
+
+    async def work() -> None:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if lost:
+                    raise
+                lost.append(True)
+
+    tasks = [asyncio.create_task(work()), asyncio.create_task(asyncio.sleep(3600))]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await end(tasks)
+    assert lost
+    assert all(task.cancelled() for task in tasks)
