@@ -7,8 +7,10 @@ transformers is installed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypedDict
 
 from .errors import InvalidRequestError
 
@@ -58,6 +60,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+class RequestFields(TypedDict, total=False):
+    """What the engine's `add_request` takes by keyword."""
+
+    prompt_token_ids: Sequence[int] | None
+    messages: Sequence[Mapping[str, Any]] | None
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ from .client import InferenceClient
 from .commands import CancelOutcome
 from .connection import connect
 from .contract import Keys, decode_json, encode_json, new_request_id
+from .dead_letters import DeadLetter
 from .errors import (
     DuplicateRequest,
     EngineFailure,
+    IdempotencyConflict,
     InferqError,
     InvalidRequest,
     JobLost,
+    NotDurable,
     QueueFull,
     RedisUnavailable,
     RequestFailed,
@@ -29,6 +32,7 @@ from .events import (
     Failed,
     Finished,
     FinishReason,
+    NoWorker,
     Prompt,
     Queued,
     Started,
@@ -40,11 +44,13 @@ from .fleet import Card, Fleet, ModelInfo, WorkerInfo
 from .requests import GenerateRequest, Message, Sampling
 from .results import Choice, Result, State, Status
 from .stream import EventStream
+from .sync import SyncEventStream, SyncInferenceClient
 
 __all__ = [
     "CancelOutcome",
     "Card",
     "Choice",
+    "DeadLetter",
     "Delta",
     "DuplicateRequest",
     "EngineFailure",
@@ -56,6 +62,7 @@ __all__ = [
     "Finished",
     "Fleet",
     "GenerateRequest",
+    "IdempotencyConflict",
     "InferenceClient",
     "InferqError",
     "InvalidRequest",
@@ -63,6 +70,8 @@ __all__ = [
     "Keys",
     "Message",
     "ModelInfo",
+    "NoWorker",
+    "NotDurable",
     "Prompt",
     "QueueFull",
     "Queued",
@@ -75,6 +84,8 @@ __all__ = [
     "Started",
     "State",
     "Status",
+    "SyncEventStream",
+    "SyncInferenceClient",
     "Timings",
     "UnknownModel",
     "UnknownRequest",

@@ -21,6 +21,11 @@ JOB_TTL_MS: Final = 24 * 3600 * 1000
 RESULT_TTL_MS: Final = 3600 * 1000
 BELL_TTL_S: Final = 60
 BELL_LENGTH: Final = 64
+#: A reader of a job that is cancelled when its readers go says that it is there, well within this time.
+READER_TTL_MS: Final = 30_000
+#: The payload of a dead letter, so that it can be looked at and sent again.
+DEAD_TTL_MS: Final = 7 * 24 * 3600 * 1000
+DEAD_LENGTH: Final = 10_000
 
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 MODEL_PATTERN: Final = r"^[A-Za-z0-9._-]{1,128}$"
@@ -83,6 +88,16 @@ class Keys:
         return f"{self.prefix}:{self.model}:card"
 
     @property
+    def dead(self) -> str:
+        """Dead letters: a stream of ids, reasons and attempts."""
+        return f"{self.prefix}:{self.model}:dead"
+
+    @property
+    def vtime(self) -> str:
+        """Fair queueing: the virtual time of the model and of each tenant."""
+        return f"{self.prefix}:{self.model}:vtime"
+
+    @property
     def workers(self) -> str:
         return f"{self.prefix}:workers"
 
@@ -97,6 +112,18 @@ class Keys:
 
     def cancel(self, request_id: str) -> str:
         return f"{self.prefix}:{request_id}:cancel"
+
+    def reader(self, request_id: str) -> str:
+        """Presence of a reader, for a job that is to be cancelled when nobody reads it any more."""
+        return f"{self.prefix}:{request_id}:reader"
+
+    def dead_payload(self, request_id: str) -> str:
+        """The payload of a dead letter, out of the way of a new job of that id."""
+        return f"{self.prefix}:{request_id}:dead_payload"
+
+    def wake(self, reader: str) -> str:
+        """A stream of one reading process' own, which it writes to when its blocked read must begin anew."""
+        return f"{self.prefix}:{reader}:wake"
 
     @staticmethod
     def payload(request_id: str) -> str:

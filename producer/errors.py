@@ -4,6 +4,8 @@ InferqError
 ├── InvalidRequest            the request itself is wrong; nothing was written
 ├── QueueFull                 the backlog has reached its bound; try again after `retry_after_seconds`
 ├── DuplicateRequest          a job of that id is alive
+├── IdempotencyConflict       another request was sent under the same idempotency key
+├── NotDurable                the server cannot, or did not in time, make a submission safe against its own loss
 ├── UnknownModel              no model was named, and there is not exactly one live one
 ├── UnknownRequest            nothing is known under that id
 ├── JobLost                   the stream is gone while somebody read it
@@ -38,6 +40,21 @@ class QueueFull(InferqError):
 
 class DuplicateRequest(InferqError):
     """A job of that id is alive: wait for its end, or give another id."""
+
+
+class IdempotencyConflict(InferqError):
+    """Another request was sent under this idempotency key; nothing was written."""
+
+
+class NotDurable(InferqError):
+    """The job is not known to be safe against the loss of the server.
+
+    `request_id` is None if nothing was written; else the job was accepted, and will run unless the server is lost.
+    """
+
+    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class UnknownModel(InferqError):

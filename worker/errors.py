@@ -13,3 +13,7 @@ class Dropped(Exception):
 
 class ShuttingDown(Exception):
     """The worker ends before the request does."""
+
+
+class RedisFull(Exception):
+    """The server has refused for too long what the request has to say."""

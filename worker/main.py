@@ -1,7 +1,7 @@
 """The composition root of `inferq-worker`: what there is, in which order it lives, and what the exit code says.
 
-0  stopped by SIGTERM or SIGINT, after its running requests had their time
-1  the engine or the embedded server died, or something here is broken
+0  stopped by SIGTERM or SIGINT: its running requests had their time, and what was left went back to the queue
+1  the engine died for good, the embedded server died, or something here is broken
 2  a flag or variable is wrong, or something that was asked for is not installed
 3  Redis cannot be reached at the start
 """
@@ -28,7 +28,7 @@ from .service import RedisAway, open_redis, running_service
 from .settings import PROGRAM, InvalidSettings, WorkerSettings, read_settings
 from .signals import StopSignals, first_of
 
-#: What is left of the requests after the drain has so long to be written.
+#: What is left of the requests after the drain has so long to be handed back.
 _CLOSE_SECONDS: Final = 5.0
 _log = log.get_logger("main")
 _engine_log: Any = log.get_logger("engine")
@@ -76,7 +76,9 @@ async def _serve(settings: WorkerSettings) -> Exit:
         server = await stack.enter_async_context(embedded_server(settings.embedded_dir)) if settings.embedded else None
         redis = await stack.enter_async_context(open_redis(server.url if server else settings.redis_url))
         command = settings.engine_arguments or DEFAULT_COMMAND
-        engine = AsyncInferenceEngine(settings.engine_config(), command=command, log=_log_engine)
+        engine = AsyncInferenceEngine(
+            settings.engine_config(), command=command, log=_log_engine, restart=settings.restart_policy
+        )
         stack.push_async_callback(engine.stop)
         await first_of(_start(engine), signals.asked.wait())
         if not engine.is_running:

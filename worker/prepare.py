@@ -17,14 +17,14 @@ from arq.worker import Function
 from pydantic import ValidationError
 
 from inferq.engine.admission import Prompt
-from inferq.engine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
+from inferq.engine.errors import EngineCrashedError, EngineOverloadedError, InvalidRequestError
 from inferq.engine.request import SamplingParams
 from inferq.producer.contract import FUNCTION, decode_json
 from inferq.producer.events import ErrorCode, Failed
 from inferq.producer.requests import GenerateRequest, Sampling
 
 from .commands import Claimed
-from .errors import BadPayload, ShuttingDown
+from .errors import BadPayload, RedisFull
 
 T = TypeVar("T")
 #: A smaller payload is decoded and validated within a millisecond; a larger one goes to a thread.
@@ -98,12 +98,12 @@ def failure(exc: Exception, attempts: int) -> Failed:
             code, message = ErrorCode.BAD_PAYLOAD, str(exc)
         case InvalidRequestError():
             code, message = ErrorCode.INVALID_REQUEST, str(exc)
-        case EngineDeadError():
-            code, message = ErrorCode.ENGINE_CRASHED, "the engine died with this request in flight"
+        case EngineCrashedError():
+            code, message = ErrorCode.ENGINE_CRASHED, "the engine died twice with this request alone in it"
         case EngineOverloadedError():
             code, message = ErrorCode.INTERNAL, "the engine has as many requests as it accepts"
-        case ShuttingDown():
-            code, message = ErrorCode.INTERNAL, "the worker is shutting down"
+        case RedisFull():
+            code, message = ErrorCode.INTERNAL, "Redis is full, and has refused this answer for too long"
         case _:
             code, message = ErrorCode.INTERNAL, f"an unexpected error ended this request ({type(exc).__name__})"
     return Failed(code=code, message=message[:_MAX_MESSAGE_CHARS], attempts=attempts)

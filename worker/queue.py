@@ -17,22 +17,25 @@ from arq.connections import ArqRedis
 from arq.worker import Worker, func
 from structlog.contextvars import bound_contextvars
 
+from inferq.engine.errors import EngineCrashedError, EngineDeadError
 from inferq.producer.contract import FUNCTION, decode_json, encode_json
 from inferq.producer.events import Finished, TerminalEvent
 
 from .background import REDIS_ERRORS, Outage
-from .commands import Claimed, Outcome, WorkerCommands
-from .errors import Dropped
+from .clock import RedisClock
+from .commands import Claimed, DeadLetter, Outcome, WorkerCommands
+from .errors import Dropped, ShuttingDown
 from .generate import Generation, generate
 from .log import cause, get_logger
 from .prepare import failure, read_call, run_where_it_fits
+from .room import EngineRoom
 from .settings import WorkerSettings
 
 _log = get_logger("queue")
 
 
 class QueueWorker(Worker):
-    """Claims jobs while fewer than `slots` run. `open_generation` makes a claimed job's Generation."""
+    """Claims jobs while there is room. `open_generation` makes a claimed job's Generation."""
 
     def __init__(
         self,
@@ -40,7 +43,8 @@ class QueueWorker(Worker):
         redis: ArqRedis,
         commands: WorkerCommands,
         *,
-        slots: int,
+        room: EngineRoom,
+        clock: RedisClock,
         open_generation: Callable[[Claimed], Generation],
     ) -> None:
         super().__init__(
@@ -48,7 +52,7 @@ class QueueWorker(Worker):
             queue_name=settings.keys.queue,
             redis_pool=redis,
             handle_signals=False,
-            max_jobs=slots,
+            max_jobs=room.slots,
             poll_delay=settings.claim_seconds,
             keep_result=0,
             job_serializer=encode_json,
@@ -59,14 +63,17 @@ class QueueWorker(Worker):
         self.has_room.set()
         self._settings = settings
         self._commands = commands
+        self._room = room
+        self._clock = clock
         self._open_generation = open_generation
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._claiming = False
+        self._interruption: Exception | None = None
         self._last_answer = float("-inf")
-        self._sweep_from = float("inf")
+        self._takeover_from = float("inf")
 
     # ---- what others ask of it ----
 
@@ -86,6 +93,8 @@ class QueueWorker(Worker):
         await self._idle.wait()
 
     def interrupt_all(self, error: Exception) -> None:
+        """End all that runs, and what a claim under way still brings."""
+        self._interruption = error
         for generation in list(self.generations.values()):
             generation.interrupt(error)
 
@@ -113,7 +122,9 @@ class QueueWorker(Worker):
         try:
             claimed = await self._claim()
             for each in claimed:
-                self.generations[each.request_id] = self._open_generation(each)
+                generation = self.generations[each.request_id] = self._open_generation(each)
+                if self._interruption is not None:
+                    generation.interrupt(self._interruption)
             await self.start_jobs([each.request_id.encode() for each in claimed])
         finally:
             self._claiming = False
@@ -130,15 +141,22 @@ class QueueWorker(Worker):
         """See a claimed job through to its terminal event, whatever is wrong with it."""
         generation = self.generations[job_id]
         with bound_contextvars(request_id=job_id):
+            dead: DeadLetter | None = None
             try:
                 event = await self._call(generation)
             except Dropped as why:
                 _log.warning("request.dropped", why=str(why))
                 return
+            except (ShuttingDown, EngineDeadError):
+                # Neither is the request's fault: another worker goes on from what was published.
+                await self._hand_back(generation)
+                return
             except Exception as exc:
                 event = failure(exc, generation.claimed.attempt)
+                if isinstance(exc, EngineCrashedError):
+                    dead = DeadLetter(event.code.value, event.attempts)
                 _log.debug("request.raised", **cause(exc))
-            outcome = await generation.finish(event)
+            outcome = await generation.finish(event, dead=dead)
             self._count(event, outcome)
 
     # ---- its own ----
@@ -151,8 +169,13 @@ class QueueWorker(Worker):
             worker=self._settings.worker_id,
             token=secrets.token_hex(8),
             lease_ms=self._settings.lease_ms,
-            slots=self.max_jobs - self.job_counter,
-            sweep=now >= self._sweep_from,
+            slots=self.max_jobs - self.job_counter if self._room.is_open else 0,
+            free_blocks=self._room.free_blocks(each.uncounted_tokens for each in self.generations.values()),
+            block_size=self._room.block_size,
+            running_here=self.job_counter,
+            takeover=now >= self._takeover_from,
+            grace_end_ms=int(self._clock.ms_at(self._takeover_from)),
+            max_attempts=self._settings.max_attempts,
             accept_plain=self._settings.accept_plain_jobs,
             exclude=self.generations.keys(),
         )
@@ -164,6 +187,13 @@ class QueueWorker(Worker):
         function, request = await run_where_it_fits(len(payload), read_call, payload, self.functions)
         event: TerminalEvent = await function.coroutine({**self.ctx, "generation": generation}, request)
         return event
+
+    async def _hand_back(self, generation: Generation) -> None:
+        outcome = await generation.hand_back()
+        if outcome is Outcome.OK:
+            _log.info("request.handed_back", tokens=generation.outbox.num_tokens)
+        else:
+            _log.warning("request.dropped", why=outcome.value if outcome else "lease lost")
 
     def _count(self, event: TerminalEvent, outcome: Outcome | None) -> None:
         if outcome is not Outcome.OK:
@@ -196,7 +226,7 @@ class QueueWorker(Worker):
 
     def _distrust_leases(self) -> None:
         """After a lost connection, and before the first: take over nothing for one lease length."""
-        self._sweep_from = time.monotonic() + self._settings.lease_seconds
+        self._takeover_from = time.monotonic() + self._settings.lease_seconds
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

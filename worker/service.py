@@ -16,7 +16,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 
 from inferq.engine.async_engine import AsyncInferenceEngine
 from inferq.producer.commands import ProducerCommands
-from inferq.producer.connection import blocking_connection, connect
+from inferq.producer.connection import LOST, blocking_connection, connect
 
 from .background import REDIS_ERRORS, Backoff, Outage, every, persist
 from .bell import QueueBell
@@ -29,6 +29,8 @@ from .leases import Leases
 from .log import get_logger
 from .publisher import Publisher
 from .queue import QueueWorker
+from .recovery import Recovery
+from .room import EngineRoom
 from .settings import WorkerSettings
 
 #: A server that is starting beside the worker has so long.
@@ -46,12 +48,13 @@ class RedisAway(Exception):
 async def open_redis(url: str) -> AsyncIterator[ArqRedis]:
     """A connection whose server has answered. Raises RedisAway, and UnsuitableConnection for a URL that is none.
 
-    A claim that is sent twice takes jobs twice, so commands are never sent again by the connection itself.
+    A claim that is sent twice takes jobs twice, so commands are never sent again by the connection itself. It is given
+    up with any of these errors: a server that has become a replica stays one, and the next connection may find another.
     """
-    redis = connect(url, retries=0)
+    redis = connect(url, retries=0, retry_on_error=list(LOST))
     try:
         await _reach(redis)
-        await _look_at_policy(redis)
+        await _look_at_settings(redis)
         yield redis
     finally:
         await redis.aclose()
@@ -74,13 +77,17 @@ async def _reach(redis: ArqRedis) -> None:
         raise RedisAway(f"Redis cannot be reached at --redis-url ({problem})") from None
 
 
-async def _look_at_policy(redis: ArqRedis) -> None:
-    """Under another policy a full server throws away jobs instead of refusing new ones."""
+async def _look_at_settings(redis: ArqRedis) -> None:
+    """Warn of a server that may throw accepted jobs away: when it is full, or when it starts again."""
     with contextlib.suppress(ResponseError):
-        found: dict[str, Any] = await redis.config_get("maxmemory-policy")
+        found: dict[str, Any] = {}
+        for name in ("maxmemory-policy", "appendonly", "save"):
+            found |= await redis.config_get(name)
         policy = found.get("maxmemory-policy", "noeviction")
         if policy != "noeviction":
             _log.warning("redis.may_evict_jobs", policy=policy, wanted="noeviction")
+        if found.get("appendonly") == "no" and found.get("save") == "":
+            _log.warning("redis.keeps_nothing", appendonly="no", save="", wanted="appendonly yes")
 
 
 @asynccontextmanager
@@ -90,14 +97,23 @@ async def running_service(
     """Work until the block is left. Raises an ExceptionGroup, and ends the block, if a part is broken."""
     clock, commands = RedisClock(), WorkerCommands(redis, settings.keys)
     publisher = Publisher(commands)
+    recovery = Recovery(
+        commands, publisher, redis, settings.keys, worker=settings.worker_id, lease_ms=settings.lease_ms
+    )
 
     def open_generation(claimed: Claimed) -> Generation:
         return Generation(
-            claimed, engine=engine, publisher=publisher, clock=clock, max_unsent_tokens=settings.max_unsent_tokens
+            claimed,
+            engine=engine,
+            publisher=publisher,
+            recovery=recovery,
+            clock=clock,
+            max_unsent_tokens=settings.max_unsent_tokens,
         )
 
-    slots = engine.facts.max_num_seqs
-    worker = QueueWorker(settings, redis, commands, slots=slots, open_generation=open_generation)
+    worker = QueueWorker(
+        settings, redis, commands, room=EngineRoom(engine), clock=clock, open_generation=open_generation
+    )
     health = Health(settings, redis, engine, clock, running=lambda: len(worker.generations))
     leases = Leases(commands, worker.generations, settings.lease_ms)
     expire = ProducerCommands(redis, settings.keys).expire
@@ -111,6 +127,7 @@ async def running_service(
         parts = [
             group.create_task(_claim(worker, health)),
             group.create_task(publisher.run()),
+            group.create_task(recovery.run()),
             group.create_task(every(settings.renew_seconds, leases.renew, role="leases")),
             group.create_task(every(_EXPIRE_SECONDS, expire, role="expiry")),
             group.create_task(every(settings.heartbeat_seconds, health.beat, role="health")),

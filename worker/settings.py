@@ -22,6 +22,7 @@ from pydantic import ByteSize, Field, ValidationError, field_validator, model_va
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from inferq.engine.config import EngineConfig
+from inferq.engine.restart import RestartPolicy
 from inferq.producer.contract import MODEL_PATTERN, Keys, served_name
 
 PROGRAM = "inferq-worker"
@@ -79,14 +80,20 @@ class WorkerSettings(BaseSettings):
     kv_cache_bytes: ByteSize | None = Field(None, ge=1, description="memory of the KV cache, as in 4GiB")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; overrides its bytes")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="part of the GPU's memory that may be used")
+    step_timeout_seconds: float = Field(
+        120.0, gt=0, le=86_400, description="silence after which a step of the engine counts as hung"
+    )
+    max_engine_restarts: int = Field(
+        6, ge=0, le=1000, description="restarts without a token, within ten minutes, before the worker gives up"
+    )
     engine_command: str | None = Field(None, min_length=1, description="command of the engine's process")
 
     # Redis
     redis_url: str = Field(
         "redis://localhost:6379",
-        pattern=r"^(redis|rediss|unix)://",
+        pattern=r"^(rediss?(\+sentinel)?|unix)://",
         repr=False,
-        description="redis, rediss or unix URL",
+        description="redis, rediss or unix URL, or redis+sentinel://host:port,host:port/service",
     )
     prefix: str = Field("inferq", pattern=MODEL_PATTERN, description="first part of every key's name")
     embedded: bool = Field(False, description="start a Valkey server for as long as this worker lives")
@@ -97,12 +104,17 @@ class WorkerSettings(BaseSettings):
     # The queue
     accept_plain_jobs: bool = Field(True, description="take jobs that were enqueued with arq alone")
     max_backlog: int = Field(10_000, ge=1, description="waiting jobs that producers may pile up")
-    lease_seconds: float = Field(5.0, ge=0.5, le=300, description="a job of a dead worker is found after this time")
+    max_attempts: int = Field(3, ge=1, le=100, description="workers that a job may lose before it is given up")
+    lease_seconds: float = Field(
+        5.0, ge=0.5, le=300, description="after this time others go on with a dead worker's jobs"
+    )
     poll_seconds: float | None = Field(
         None, ge=0.05, le=60, description="fallback poll; default: 0.5, or 2 without plain jobs"
     )
     heartbeat_seconds: float = Field(5.0, ge=0.1, le=60, description="between two signs of life")
-    drain_seconds: float = Field(30.0, ge=0, le=3600, description="running requests may finish after SIGTERM")
+    drain_seconds: float = Field(
+        30.0, ge=0, le=3600, description="running requests may finish after SIGTERM; then they go to another worker"
+    )
     max_unsent_tokens: int = Field(1024, ge=1, description="tokens of one request that may wait for Redis")
     worker_id: str = Field(
         default_factory=_new_worker_id,
@@ -157,6 +169,11 @@ class WorkerSettings(BaseSettings):
     def engine_arguments(self) -> tuple[str, ...] | None:
         """The engine's command, split as a shell would; None is the engine's own."""
         return None if self.engine_command is None else tuple(shlex.split(self.engine_command))
+
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        """How the engine's process is started again."""
+        return RestartPolicy(max_restarts=self.max_engine_restarts, step_timeout_seconds=self.step_timeout_seconds)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})

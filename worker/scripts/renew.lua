@@ -12,7 +12,8 @@ for i = 4, #ARGV, 2 do
         redis.call('PEXPIRE', lease_key(id), lease_ms)
         redis.call('ZADD', RUNNING, 'XX', lease_end_ms, id)
         renew_lifetimes(id)
-        if is_cancelled(id, redis.call('HGET', key(id, 'job'), 'generation')) then
+        local job = load_job(id)
+        if job and is_cancelled(id, job) then
             cancelled[#cancelled + 1] = id
         end
     else
