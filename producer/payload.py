@@ -23,6 +23,8 @@ from .requests import MAX_SEED, GenerateRequest
 RequestLike = str | GenerateRequest | Mapping[str, Any]
 
 _CHARS_PER_TOKEN: Final = 4  # of English text, roughly, for the usual byte-level vocabularies
+#: So many wrong values are counted, not listed: pydantic's list of them costs more than reading the request.
+_MAX_DETAILED_ERRORS: Final = 1000
 _MAX_NAMED_ERRORS: Final = 3
 _MAX_NAME_CHARS: Final = 80
 
@@ -54,6 +56,8 @@ def build_request(request: RequestLike | None = None, **fields: Any) -> Generate
 
 def describe(error: ValidationError) -> str:
     """Which fields are wrong and what their limits are, without the values."""
+    if error.error_count() > _MAX_DETAILED_ERRORS:
+        return f"the request has {error.error_count()} wrong fields or values"
     errors = error.errors(include_input=False, include_url=False, include_context=False)
     parts = []
     for each in errors[:_MAX_NAMED_ERRORS]:

@@ -128,7 +128,8 @@ async def _work(
     with suppress(TimeoutError):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await worker.wait_idle()
-    (_log.critical if dead else _log.info)("worker.stopped", died=dead, left_behind=worker.job_counter)
+    reason = str(await engine.wait_dead()) if dead == "engine" else None
+    (_log.critical if dead else _log.info)("worker.stopped", died=dead, reason=reason, left_behind=worker.job_counter)
     return Exit.BROKEN if dead else Exit.STOPPED
 
 

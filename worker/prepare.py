@@ -22,6 +22,7 @@ from inferq.engine.errors import EngineDeadError, EngineOverloadedError, Invalid
 from inferq.engine.request import SamplingParams
 from inferq.producer.contract import FUNCTION, decode_json
 from inferq.producer.events import ErrorCode, Failed
+from inferq.producer.payload import describe
 from inferq.producer.requests import MAX_PROMPT_TOKENS, MAX_TOKEN_ID, GenerateRequest, Sampling
 
 from .commands import Claimed
@@ -36,9 +37,6 @@ MAX_VALUES: Final = 128 * 1024
 #: A string, or what begins a value outside of strings.
 _STRUCTURE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{:,]', re.DOTALL)
 _COMMA, _QUOTE = b',"'
-_MAX_ERRORS: Final = 3
-#: Pydantic's details of one error are cheap, those of a thousand are not.
-_MAX_DETAILED_ERRORS: Final = 1000
 _MAX_MESSAGE_CHARS: Final = 1000
 
 
@@ -105,7 +103,7 @@ def parse(request: Any, claimed: Claimed, model: str) -> Asked:
     try:
         parsed = GenerateRequest.model_validate(request)
     except ValidationError as exc:
-        raise BadPayload(_explain(exc)) from None
+        raise BadPayload(describe(exc)) from None
     if parsed.model not in (None, model):
         raise InvalidRequestError(f"model: the job stands in the queue of {model!r}, and asks for another model")
     messages = None if parsed.messages is None else [message.model_dump() for message in parsed.messages]
@@ -124,21 +122,6 @@ def _own_seed(claimed: Claimed) -> int:
     """A plain arq producer draws no seed: the job's own is the same for whoever runs it."""
     digest = hashlib.sha256(f"{claimed.request_id}:{claimed.generation}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
-
-
-def _explain(exc: ValidationError) -> str:
-    """What is wrong with which field, without any value."""
-    if exc.error_count() > _MAX_DETAILED_ERRORS:
-        return f"the request has {exc.error_count()} wrong fields or values"
-    errors = exc.errors(include_url=False, include_context=False, include_input=False)
-    lines = []
-    for error in errors[:_MAX_ERRORS]:
-        place = ".".join(str(part) for part in error["loc"])
-        message = error["msg"].removeprefix("Value error, ")
-        lines.append(f"{place}: {message}" if place else message)
-    if len(errors) > _MAX_ERRORS:
-        lines.append(f"and {len(errors) - _MAX_ERRORS} more")
-    return "; ".join(lines)
 
 
 def failure(exc: Exception, attempts: int) -> Failed:
