@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from .byte_fallback import REPLACEMENT, ByteFallbackDecoder, ByteFallbackTable
 
 MAX_UNIT_TOKENS: Final = 16
+MAX_CHARACTER_TOKENS: Final = 4  # the longest character of UTF-8 has 4 bytes
 
 
 class IncrementalDecoder(Protocol):
@@ -107,7 +108,8 @@ class ContextDecoder:
 
     Exact where a token's text depends on no more than that: Metaspace, WordPiece, BPE with a suffix, no decoder at
     all. With `partial_characters` a token may end within a character: tokens are then taken together as long as their
-    text ends in U+FFFD, up to MAX_UNIT_TOKENS; only text that is not UTF-8 gets that long.
+    text ends in U+FFFD. At MAX_UNIT_TOKENS (a run of true U+FFFD, or of bytes that are no UTF-8) all but the last
+    character is given out.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], *, partial_characters: bool) -> None:
@@ -121,17 +123,29 @@ class ContextDecoder:
         if token_id in self._hidden or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._unit.append(token_id)
-        text = self._text()
-        if text.endswith(REPLACEMENT) and len(self._unit) < self._max_unit:
-            return ""
-        self._before, self._unit = self._unit, []
-        return text
+        if self._max_unit > 1 and self._text().endswith(REPLACEMENT):
+            return self._give(self._last_character_at()) if len(self._unit) == self._max_unit else ""
+        return self._give(len(self._unit))
 
     def pending(self) -> str:
         return ""
 
     def finish(self) -> str:
         return self._text() if self._unit else ""
+
+    def _give(self, num_tokens: int) -> str:
+        held, self._unit = self._unit[num_tokens:], self._unit[:num_tokens]
+        text = self._text()
+        self._before, self._unit = self._unit, held
+        return text
+
+    def _last_character_at(self) -> int:
+        """Where in the unit its last character begins: cut anywhere within one, the halves show a U+FFFD too many."""
+        whole = self._decode(self._unit)
+        for at in range(len(self._unit) - 1, len(self._unit) - 1 - MAX_CHARACTER_TOKENS, -1):
+            if self._decode(self._unit[:at]) + self._decode(self._unit[at:]) == whole:
+                return at
+        return len(self._unit)
 
     def _text(self) -> str:
         before = self._decode(self._before) if self._before else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support import tokenizers as made
 from tokenizers import Tokenizer, decoders
@@ -219,7 +219,9 @@ def test_only_spaces_at_the_beginning_of_the_text_are_cut(kind: str, num_cut: in
         assert text == " " * (num_spaces - num_cut) + "a  " == tokenizer.decode(token_ids)
 
 
-@given(texts=st.lists(st.sampled_from(["a", "é", "€", "🦙", "\ufffd", " z", "zz"]), max_size=8))
+@given(texts=st.lists(st.sampled_from(["a", "é", "€", "🦙", "\ufffd", "\ufffd" * 5, " z", "zz"]), max_size=16))
+@example(texts=["\ufffd"] * 5 + ["€"])
+@example(texts=["\ufffd"] * 14 + ["🦙"])
 def test_an_unknown_decoder_that_splits_characters_is_right_for_valid_text(texts: list[str]) -> None:
     tokenizer = byte_level_with_more()
     decoder = decoder_of(tokenizer)
@@ -229,3 +231,10 @@ def test_an_unknown_decoder_that_splits_characters_is_right_for_valid_text(texts
     shown = [decoder.push(token_id) for token_id in token_ids]
     assert "".join(shown) + decoder.finish() == tokenizer.decode(token_ids)
     assert "".join(shown).count("\ufffd") <= "".join(texts).count("\ufffd")
+
+
+@given(values=st.lists(_BYTES, min_size=1, max_size=60))
+def test_an_unknown_decoder_shows_bytes_that_are_no_utf8_as_the_whole_does(values: list[int]) -> None:
+    tokenizer = byte_level_with_more()
+    token_ids = [byte_ids("byte_level")[value] for value in values]
+    assert decode(decoder_of(tokenizer), token_ids) == tokenizer.decode(token_ids)
