@@ -93,14 +93,29 @@ class ScriptedRunner:
 
     def _fail(self, scheduled: Sequence[Scheduled]) -> None:
         options = self._options
-        if self._steps == options.exit_after or _any_prompt_has(options.exit_on_text, scheduled):
+        if self._is_due(options.exit_after, options.exit_on_text, scheduled):
             os._exit(options.exit_code)
-        if self._steps == options.hang_after or _any_prompt_has(options.hang_on_text, scheduled):
+        if self._is_due(options.hang_after, options.hang_on_text, scheduled):
             threading.Event().wait()
-        if self._steps == options.garbage_after:
+        if self._is_due(options.garbage_after, "", scheduled):
             os.write(options.fd, b"\xff" * 64)
-        if self._steps == options.raise_after or _any_prompt_has(options.raise_on_text, scheduled):
+        if self._is_due(options.raise_after, options.raise_on_text, scheduled):
             raise RuntimeError("the scripted engine was told to fail in this step")
+
+    def _is_due(self, after: int, text: str, scheduled: Sequence[Scheduled]) -> bool:
+        at_token = self._options.poison_at_token
+        old_enough = [each for each in scheduled if each.sequence.num_output_tokens >= at_token]
+        return (self._steps == after or _any_prompt_has(text, old_enough)) and self._may_fail()
+
+    def _may_fail(self) -> bool:
+        """False where this failure is to happen once, and has."""
+        if not self._options.once:
+            return True
+        try:
+            Path(self._options.once).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class ScriptedCore(EngineCore):
@@ -217,6 +232,14 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}-after", type=int, default=-1, metavar="N", help=f"{what} in the step after N steps")
         add(f"--{name}-on-text", default="", metavar="TEXT", help=f"{what} in a step with this in a prompt")
     add("--garbage-after", type=int, default=-1, metavar="N", help="write what is no frame after N steps")
+    add(
+        "--poison-at-token",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a prompt's text fails when it has N tokens of output",
+    )
+    add("--once", default="", metavar="FILE", help="fail only where FILE is not there yet, and make it")
     return parser
 
 

@@ -4,6 +4,7 @@ from .async_engine import AsyncInferenceEngine
 from .config import EngineConfig
 from .errors import (
     DuplicateRequestError,
+    EngineCrashedError,
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
@@ -11,6 +12,7 @@ from .errors import (
     RequestFailedError,
 )
 from .request import Completion, Delta, FinishReason, SamplingParams
+from .restart import RestartPolicy
 from .stream import AsyncStream, Sink, StreamClosedError
 from .tracker import RequestTracker
 
@@ -21,6 +23,7 @@ __all__ = [
     "Delta",
     "DuplicateRequestError",
     "EngineConfig",
+    "EngineCrashedError",
     "EngineDeadError",
     "EngineError",
     "EngineOverloadedError",
@@ -28,6 +31,7 @@ __all__ = [
     "InvalidRequestError",
     "RequestFailedError",
     "RequestTracker",
+    "RestartPolicy",
     "SamplingParams",
     "Sink",
     "StreamClosedError",

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .errors import InvalidRequestError, SlowTemplateError
 from .pipe import Ready
-from .request import SamplingParams
+from .request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from .detokenizer import OutputText
+    from .detokenizer import OutputText, Piece
     from .text import TextProcessor
 
 #: A prompt of more characters and values is tokenized in a thread.
@@ -110,8 +110,12 @@ def _measure(value: object, *, enough: float = math.inf) -> tuple[int, int]:
 class Admitted:
     """What a request is launched with."""
 
+    prompt_token_ids: list[int]
+    generated_token_ids: list[int]  #: output of an earlier run, which this one goes on from
     sampling: dict[str, Any]  #: the `sampling` of its Add message
-    output: OutputText
+    output: OutputText  #: as it is after the generated tokens
+    num_chars: int = 0  #: of the text that the generated tokens had released
+    end: Piece | None = None  #: what is left to say, where the generated tokens are all there is
 
 
 @dataclass(slots=True)
@@ -145,12 +149,15 @@ class Admission:
     def _check_size(self, prompt: Prompt) -> None:
         prompt.check_size(self.facts.max_model_len, self.text.max_token_chars)
 
-    def admit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Admitted:
+    def admit(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, generated: Sequence[int] = ()
+    ) -> Admitted:
         """Check a tokenized request against the model. Raises InvalidRequestError."""
         facts = self.facts
         # The length comes first: a look at each of a million ids would hold up everybody.
         _check_room(len(prompt_token_ids), sampling.max_tokens, facts.max_model_len)
         _check_ids("the prompt", prompt_token_ids, facts.vocab_size)
+        _check_ids("the generated tokens", generated, facts.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
         fields = {
             "max_tokens": sampling.max_tokens,  # None: the child knows how much room context and pool leave
@@ -161,7 +168,28 @@ class Admission:
             "stop_token_ids": sorted({*sampling.stop_token_ids, *self.text.special_stop_ids(sampling.stop)}),
             "ignore_eos": sampling.ignore_eos,
         }
-        return Admitted(fields, self.text.output(sampling))
+        output = self.text.output(sampling)
+        replayed = output.replay(generated, self._end_of(len(prompt_token_ids), generated, fields))
+        return Admitted(
+            list(prompt_token_ids), list(generated), fields, output, num_chars=replayed.num_chars, end=replayed.end
+        )
+
+    def _end_of(self, num_prompt_tokens: int, generated: Sequence[int], fields: dict[str, Any]) -> FinishReason | None:
+        """Why nothing more is to be generated after these tokens: what the child would have said with the last one."""
+        if not generated:
+            return None
+        if generated[-1] in self.facts.stop_ids(fields["stop_token_ids"], ignore_eos=fields["ignore_eos"]):
+            return FinishReason.STOP
+        if len(generated) >= self.facts.output_limit(num_prompt_tokens, fields["max_tokens"]):
+            return FinishReason.LENGTH
+        return None
+
+
+def load_text(text_dir: str) -> TextProcessor:
+    """Blocks for 0.2 s: tokenizers and jinja2 are imported here, where they are needed, and not with the engine."""
+    from .text import TextProcessor
+
+    return TextProcessor.load(text_dir)
 
 
 def _check_ids(what: str, token_ids: Sequence[int], vocab_size: int) -> None:

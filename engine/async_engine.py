@@ -1,42 +1,36 @@
 """The engine as its user holds it: start, add, generate, abort, stop.
 
-Puts together the loop that owns the child, the tracker that owns the requests, and the text side, which comes with
-the model that the child has loaded. Never imports torch, and knows nothing of Redis.
+Puts together the supervisor that owns the child, the tracker that owns the requests, and the text side, which comes
+with the model that the child has loaded. Never imports torch, and knows nothing of Redis.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
-from .admission import Admission, Prompt
+from .admission import Admission, Prompt, load_text
+from .child_log import log_line
 from .config import EngineConfig
 from .errors import EngineDeadError, EngineError, RequestFailedError
-from .loop import EngineLoop
-from .pipe import Freed, Log, Ready, Refused, Stats, Step
-from .request import Completion, Delta, SamplingParams
+from .pipe import Log, Ready, Stats
+from .request import Completion, Delta, RequestFields, SamplingParams
+from .restart import RestartPolicy
 from .stream import AsyncStream, Sink, StreamControl, StreamSink, open_stream
-from .tracker import PausedBy, RequestTracker
+from .supervisor import Owner, Supervisor
+from .tracked import PausedBy
+from .tracker import RequestTracker
 
 if TYPE_CHECKING:
     from .text import TextProcessor
 
 DEFAULT_COMMAND: Final = (sys.executable, "-m", "inferq.engine.process")
 DEFAULT_SAMPLING: Final = SamplingParams()
-
-
-class RequestFields(TypedDict, total=False):
-    """What `add_request` takes by keyword."""
-
-    prompt_token_ids: Sequence[int] | None
-    messages: Sequence[Mapping[str, Any]] | None
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,8 @@ class AsyncInferenceEngine:
 
     Start it from the main thread: only then does the kernel end the child with its parent whatever happens. As an
     async context manager it starts on entry and stops on exit. `log` takes the child's log lines, which go to the
-    standard library's logging by default. A dead engine stays dead: make a new one.
+    standard library's logging by default. With a `restart` policy, a child that dies or hangs is started again, and
+    the requests go on where they were; without one its death is the engine's. A dead engine stays dead: make a new one.
     """
 
     def __init__(
@@ -63,16 +58,25 @@ class AsyncInferenceEngine:
         *,
         command: Sequence[str] = DEFAULT_COMMAND,
         log: Callable[[Log], None] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         self.config = config
-        self._command = tuple(command)
-        self._loop = EngineLoop(self._on_message, self._on_death, log or _log_line)
-        self._tracker = RequestTracker(self._loop.send, max_requests=config.max_num_seqs + config.max_waiting)
+        self._tracker = RequestTracker(
+            lambda message: self._supervisor.send(message), max_requests=config.max_num_seqs + config.max_waiting
+        )
+        owner = Owner(
+            on_message=self._tracker.on_message,
+            on_ready=self._tracker.child_ready,
+            on_crash=self._tracker.child_died,
+            on_death=self._on_death,
+            log=log or log_line,
+        )
+        self._supervisor = Supervisor(command, config, owner, restart)
         self._held: dict[int, _Held] = {}  #: by key, in the order they came
         self._admits: Admission | None = None  #: from ready on
 
     def __repr__(self) -> str:
-        state = self._loop.death or ("running" if self.is_running else "not ready")
+        state = self._supervisor.death or ("running" if self.is_running else "not ready")
         return f"<AsyncInferenceEngine {self.config.model}: {state}, {self.num_requests} requests>"
 
     # ---- life ----
@@ -83,27 +87,26 @@ class AsyncInferenceEngine:
         Raises EngineError if it was started before, EngineDeadError if it is dead or dies on the way. Cancelled
         meanwhile, it leaves no child.
         """
-        facts = await self._loop.start(self._command, self.config)
+        facts = await self._supervisor.start()
         try:
-            text = await asyncio.to_thread(_load_text, facts.text_dir)
-            self._loop.check_alive()
+            text = await asyncio.to_thread(load_text, facts.text_dir)
+            self._supervisor.check_alive()
             self._admits = Admission(facts, text)
             await self._launch_held()
         except BaseException as exc:
-            self._loop.die(f"the engine could not be started: {exc!r}")
-            await self._loop.stop()
+            await self._supervisor.stop(f"the engine could not be started: {exc!r}")
             if isinstance(exc, EngineError) or not isinstance(exc, Exception):
                 raise
-            raise EngineDeadError(self._loop.death) from exc
+            raise EngineDeadError(self._supervisor.death) from exc
         return facts
 
     async def stop(self) -> None:
         """End every stream with EngineDeadError and the child in good order. May be called again, and by many."""
-        await self._loop.stop()
+        await self._supervisor.stop()
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return why the engine died, when it has."""
-        return EngineDeadError(await self._loop.wait_dead())
+        """Return why the engine died for good, when it has."""
+        return EngineDeadError(await self._supervisor.wait_dead())
 
     async def __aenter__(self) -> Self:
         await self.start_engine_loop()
@@ -116,8 +119,18 @@ class AsyncInferenceEngine:
 
     @property
     def is_running(self) -> bool:
-        """True from ready to death."""
-        return self._admits is not None and self._loop.death is None
+        """True from ready to death for good: requests are taken, if only to wait for the next child."""
+        return self._admits is not None and self._supervisor.death is None
+
+    @property
+    def is_restarting(self) -> bool:
+        """True from a child's death until the next one works for everybody: new requests are taken, but wait."""
+        return self.is_running and not self._tracker.is_open
+
+    @property
+    def num_restarts(self) -> int:
+        """How many times the child was started again."""
+        return self._supervisor.num_restarts
 
     @property
     def facts(self) -> Ready:
@@ -137,7 +150,7 @@ class AsyncInferenceEngine:
 
     @property
     def stats(self) -> Stats | None:
-        """The child's counters as last heard."""
+        """The child's counters as last heard; None while this one has not said anything."""
         return self._tracker.stats
 
     @property
@@ -167,7 +180,7 @@ class AsyncInferenceEngine:
         InvalidRequestError, DuplicateRequestError, EngineOverloadedError, EngineDeadError.
         """
         checked = Prompt(prompt, prompt_token_ids, messages)
-        self._loop.check_alive()
+        self._supervisor.check_alive()
         tracker = self._tracker
         key = tracker.new_key()
         pause, resume = partial(tracker.pause, key, PausedBy.READER), partial(tracker.resume, key, PausedBy.READER)
@@ -186,20 +199,32 @@ class AsyncInferenceEngine:
             raise
         return stream
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, sink: Sink) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: Sink,
+        *,
+        generated: Sequence[int] = (),
+    ) -> None:
         """Take a tokenized request whose output goes to `sink`, which is not called before this returns.
 
+        `generated` are the first tokens of its output, from an earlier run: it goes on behind them and behind the text
+        that they had released, as if it had not been interrupted. `sampling` is the same as in that run.
         Raises as `add_request` does, and EngineError before the engine is ready.
         """
-        self._loop.check_alive()
-        admitted = self._admission.admit(prompt_token_ids, sampling)
+        self._supervisor.check_alive()
+        admitted = self._admission.admit(prompt_token_ids, sampling, generated)
         key = self._tracker.new_key()
         self._tracker.reserve(key, request_id, sink)
         try:
-            self._tracker.launch(key, prompt_token_ids, admitted)
+            self._tracker.launch(key, admitted)
         except BaseException:
             self._tracker.release(key)
             raise
+        if admitted.end is not None:
+            asyncio.get_running_loop().call_soon(self._tracker.complete, key)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt: in a thread where it is long, and not at all where it cannot fit.
@@ -255,7 +280,7 @@ class AsyncInferenceEngine:
         token_ids = await self._admission.tokenize(held.prompt)
         admitted = self._admission.admit(token_ids, held.sampling)
         held.sink.count_prompt(len(token_ids))
-        self._tracker.launch(held.key, token_ids, admitted)
+        self._tracker.launch(held.key, admitted)
 
     async def _launch_held(self) -> None:
         while self._held:
@@ -270,27 +295,6 @@ class AsyncInferenceEngine:
     def _let_go(self, key: int, _: Stats | None) -> None:
         self._held.pop(key, None)
 
-    def _on_message(self, message: Step | Refused | Freed) -> None:
-        match message:
-            case Step():
-                self._tracker.on_step(message)
-            case Refused():
-                self._tracker.on_refused(message)
-            case Freed():
-                self._tracker.on_freed(message)
-
     def _on_death(self, reason: str) -> None:
         self._held.clear()
         self._tracker.fail_all(reason)
-
-
-def _load_text(text_dir: str) -> TextProcessor:
-    # Imported in the thread that loads: tokenizers and jinja2 take 0.2 s, and the child needs neither.
-    from .text import TextProcessor
-
-    return TextProcessor.load(text_dir)
-
-
-def _log_line(message: Log) -> None:
-    level = logging.getLevelNamesMapping().get(message.level.upper(), logging.INFO)
-    logging.getLogger("inferq.engine").log(level, "%s %s", message.event, message.details)

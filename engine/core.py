@@ -15,7 +15,24 @@ from typing import Final, Protocol
 
 from .blocks import BlockPool
 from .errors import InvalidRequestError
-from .pipe import Abort, Add, Down, Freed, Pause, PipeError, Ready, Refused, Resume, Stats, Step, Stop, Up
+from .pipe import (
+    Abort,
+    Add,
+    Down,
+    Freed,
+    Pause,
+    Paused,
+    Ping,
+    PipeError,
+    Pong,
+    Ready,
+    Refused,
+    Resume,
+    Stats,
+    Step,
+    Stop,
+    Up,
+)
 from .request import SamplingParams
 from .scheduler import Output, Scheduler
 from .sequence import Scheduled, Sequence, SequenceSampling
@@ -93,8 +110,11 @@ class EngineCore:
                 self._send(Freed(key, self._stats()))
             case Pause(key):
                 self.scheduler.pause(key)
+                self._send(Paused(key))
             case Resume(key):
                 self.scheduler.resume(key)
+            case Ping():
+                self._send(Pong())
             case PipeError():
                 raise message
             case _:
@@ -112,19 +132,14 @@ class EngineCore:
 
 
 def sequence_from(message: Add, facts: Ready) -> Sequence:
-    """The sequence that a message asks for.
-
-    `max_tokens` is cut to the room left in the context; where none was asked for, also to what the pool could hold.
-    Raises InvalidRequestError for whatever of the message cannot be served.
-    """
-    prompt = message.prompt_token_ids
+    """The sequence that a message asks for. Raises InvalidRequestError for whatever of it cannot be served."""
+    prompt, generated = message.prompt_token_ids, message.generated_token_ids
     _check_prompt(prompt, facts)
+    _check_ids("generated_token_ids", generated, facts)
     params = _sampling_params(message)
-    room = facts.max_model_len - len(prompt)
-    if params.max_tokens is None:
-        max_tokens = max(1, min(room, facts.num_blocks * facts.block_size + 1 - len(prompt)))
-    else:
-        max_tokens = min(room, params.max_tokens)
+    max_tokens = facts.output_limit(len(prompt), params.max_tokens)
+    if len(generated) >= max_tokens:
+        raise InvalidRequestError(f"{len(generated)} tokens were generated already, of {max_tokens} at most")
     sampling = SequenceSampling(
         max_tokens=max_tokens,
         temperature=params.temperature,
@@ -132,14 +147,13 @@ def sequence_from(message: Add, facts: Ready) -> Sequence:
         top_k=params.top_k if params.top_k < facts.vocab_size else 0,
         top_p=params.top_p,
         seed=params.seed,
-        stop_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else facts.eos_token_ids),
+        stop_token_ids=facts.stop_ids(params.stop_token_ids, ignore_eos=params.ignore_eos),
     )
-    return Sequence(message.key, list(prompt), len(prompt), sampling)
+    return Sequence(message.key, prompt + generated, len(prompt), sampling)
 
 
 def _check_prompt(prompt: list[int], facts: Ready) -> None:
-    if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
-        raise InvalidRequestError("prompt_token_ids must be a list of integers")
+    _check_ids("prompt_token_ids", prompt, facts)
     if not prompt:
         raise InvalidRequestError("the prompt is empty")
     if len(prompt) >= facts.max_model_len:
@@ -147,10 +161,14 @@ def _check_prompt(prompt: list[int], facts: Ready) -> None:
             f"the prompt has {len(prompt)} tokens; with max_model_len {facts.max_model_len} "
             f"it may have {facts.max_model_len - 1} at most"
         )
-    lowest, highest = min(prompt), max(prompt)
-    if lowest < 0 or highest >= facts.vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise InvalidRequestError(f"token id {wrong} is not in the vocabulary of {facts.vocab_size} tokens")
+
+
+def _check_ids(name: str, token_ids: list[int], facts: Ready) -> None:
+    if not isinstance(token_ids, list) or not set(map(type, token_ids)) <= {int}:
+        raise InvalidRequestError(f"{name} must be a list of integers")
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < facts.vocab_size:
+            raise InvalidRequestError(f"token id {token_id} is not in the vocabulary of {facts.vocab_size} tokens")
 
 
 def _sampling_params(message: Add) -> SamplingParams:

@@ -23,6 +23,14 @@ class Piece:
     finish_reason: FinishReason | None
 
 
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What tokens of an earlier run come to: the text that they had released, and how the output ends, if it has."""
+
+    num_chars: int
+    end: Piece | None
+
+
 class OutputText:
     """Incremental detokenization and stop strings of one request; nothing may follow the piece that ends it.
 
@@ -63,6 +71,21 @@ class OutputText:
                 parts.append(self._stop_token_texts.get(token_ids[-1], "") if token_ids else "")
             finish_reason = FinishReason.STOP if stopped else finish_reason
         return Piece("".join(parts), tuple(token_ids), finish_reason)
+
+    def replay(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Replayed:
+        """Come to the state after `token_ids`, which were pushed before, in another process perhaps.
+
+        A `finish_reason` means that they ended the output; a stop string in them does, too. The end that follows then
+        has no tokens, and of the text what those had not released.
+        """
+        by_token = finish_reason is FinishReason.STOP
+        shown = self.push(token_ids[:-1] if by_token else token_ids, None)
+        if shown.finish_reason is not None:
+            return Replayed(len(shown.text), Piece("", (), shown.finish_reason))
+        if finish_reason is None:
+            return Replayed(len(shown.text), None)
+        end = self.push(token_ids[-1:] if by_token else (), finish_reason)
+        return Replayed(len(shown.text), Piece(end.text, (), end.finish_reason))
 
     def flush(self) -> str:
         """End the output here, as an abort does: what was held back, without the beginning of a character."""

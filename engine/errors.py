@@ -2,7 +2,8 @@
 
 EngineError
 ├── ModelLoadError        the model, or memory for it, cannot be had; the engine never became ready
-├── EngineDeadError       the engine's process or loop has ended; every consumer gets it
+├── EngineDeadError       the engine's process or loop has ended for good; every consumer gets it
+├── EngineCrashedError    this request killed the engine's process, twice while it ran alone; nobody else is touched
 ├── EngineOverloadedError the bound on waiting requests is reached
 ├── DuplicateRequestError a request of that id is in the engine
 ├── InvalidRequestError   this request cannot be served; nobody else is touched
@@ -22,7 +23,11 @@ class ModelLoadError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine's process or its loop has ended; what was in flight is lost."""
+    """The engine's process or its loop has ended, and is not started again; what was in flight is lost."""
+
+
+class EngineCrashedError(EngineError):
+    """The engine's process died twice while this request alone ran in it."""
 
 
 class EngineOverloadedError(EngineError):

@@ -12,14 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from .child import EngineProcess, describe_exit
+from .child_log import write_line
 from .config import EngineConfig
 from .errors import EngineDeadError, EngineError
-from .pipe import Down, Fatal, Freed, Log, PipeError, Ready, Refused, Step
+from .pipe import Down, Fatal, Freed, Log, Paused, Ping, PipeError, Pong, Ready, Refused, Step
+from .watchdog import Watchdog
 
 #: How long a child that has closed its pipe may take to exit, and one that was asked to stop.
 _EXIT_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 5.0
 _logger = logging.getLogger(__name__)
+
+#: What the child says about requests.
+RequestMessage = Step | Refused | Freed | Paused
 
 
 class EngineLoop:
@@ -27,9 +32,12 @@ class EngineLoop:
 
     def __init__(
         self,
-        on_message: Callable[[Step | Refused | Freed], None],
+        on_message: Callable[[RequestMessage], None],
         on_death: Callable[[str], None],
         log: Callable[[Log], None],
+        *,
+        step_timeout_seconds: float | None = None,
+        load_timeout_seconds: float | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_death = on_death
@@ -40,6 +48,11 @@ class EngineLoop:
         self._died = asyncio.Event()
         self._loaded = False
         self._fatal: str | None = None
+        self._step_timeout = step_timeout_seconds
+        self._load_timeout = load_timeout_seconds
+        self._watchdog: Watchdog | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._hung: str | None = None  #: what took too long
         self.death: str | None = None  #: why it is dead
 
     def check_alive(self) -> None:
@@ -103,6 +116,7 @@ class EngineLoop:
         reason = "the engine's loop was cancelled"
         try:
             self._process = await EngineProcess.start(command, config)
+            self._watch("loading the model", self._load_timeout)
             reason = await self._read(self._process)
         except OSError as exc:
             reason = f"the engine's process could not be started: {exc}"
@@ -112,6 +126,7 @@ class EngineLoop:
             _logger.exception("the engine's loop failed")
             reason = f"the engine's loop failed: {exc!r}"
         finally:
+            self._watch("nothing", None)
             self.die(reason)
             if self._process is not None:
                 await self._process.end(grace_seconds=0)
@@ -119,32 +134,53 @@ class EngineLoop:
     async def _read(self, process: EngineProcess) -> str:
         """Hand out messages until the pipe ends; returns why it did."""
         while (messages := await process.receive()) is not None:
+            if self._watchdog is not None:
+                self._watchdog.heard()
             for message in messages:
                 self._handle(message)
             # Bytes that are there already are read without a wait: everybody else gets a turn in between.
             await asyncio.sleep(0)
         status = describe_exit(await process.end(grace_seconds=_EXIT_SECONDS))
+        if self._hung is not None:
+            return f"the engine's process was killed: {self._hung}"
         if self._fatal is not None:
             return f"the engine's process failed: {self._fatal}"
         return f"the engine's process {status}"
 
     def _handle(self, message: object) -> None:
         match message:
-            case Step() | Refused() | Freed():
+            case Step() | Refused() | Freed() | Paused():
                 self._on_message(message)
+            case Pong():
+                pass  # heard
             case Log():
-                self._print(message)
+                write_line(self._log, message)
             case Fatal():
                 self._fatal = message.message
             case Ready() if self._ready is not None and not self._loaded:
                 self._loaded = True
+                self._watch("a step", self._step_timeout)
                 if not self._ready.done():  # as it is after a stop
                     self._ready.set_result(message)
             case _:
                 raise PipeError(f"out of place: {message!r:.80}")
 
-    def _print(self, message: Log) -> None:
-        try:
-            self._log(message)
-        except Exception:  # the log is its user's: no reason to end every request
-            _logger.exception("a log line of the engine's process could not be written")
+    def _watch(self, what: str, timeout_seconds: float | None) -> None:
+        """From here on it is `what` that must not take longer than that without a word."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watchdog = self._watching = None
+        if timeout_seconds is not None:
+            self._watchdog = Watchdog(timeout_seconds, self._ask)
+            limit = f"{what} took more than {timeout_seconds:g} s"
+            self._watching = asyncio.create_task(self._kill_when_silent(self._watchdog, limit))
+
+    def _ask(self) -> None:
+        if self._loaded:  # before, it hears nothing
+            self.send(Ping())
+
+    async def _kill_when_silent(self, watchdog: Watchdog, limit: str) -> None:
+        await watchdog.run()
+        assert self._process is not None, "only a child that exists is watched"
+        self._hung = limit
+        self._process.kill()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Final, get_args
 
 _LENGTH: Final = struct.Struct(">I")
 #: A frame is at most this long: a prompt of a million tokens fits, garbage does not.
@@ -24,12 +24,16 @@ class PipeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Down: a new request. `sampling` holds the fields of SamplingParams without `stop`."""
+    """Down: a request. `sampling` holds the fields of SamplingParams without `stop`.
+
+    `generated_token_ids` are output that it has already: the next token is the one behind them.
+    """
 
     kind: ClassVar[str] = "add"
     key: int
     prompt_token_ids: list[int]
     sampling: dict[str, Any]
+    generated_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Down: leave the request out of steps, with its blocks kept, until Resume."""
+    """Down: leave the request out of steps, with its blocks kept, until Resume. Always answered by Paused."""
 
     kind: ClassVar[str] = "pause"
     key: int
@@ -52,6 +56,13 @@ class Pause:
 class Resume:
     kind: ClassVar[str] = "resume"
     key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Down: answered by Pong before the next step, so that a step which never ends is noticed."""
+
+    kind: ClassVar[str] = "ping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +93,20 @@ class Ready:
     dtype: str
     device: str
     attention: str
+
+    def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """How many tokens a request may generate: what was asked for, but no more than the context has room for.
+
+        Where nothing was asked for, also no more than the pool could hold.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        if max_tokens is not None:
+            return min(room, max_tokens)
+        return max(1, min(room, self.num_blocks * self.block_size + 1 - num_prompt_tokens))
+
+    def stop_ids(self, stop_token_ids: Iterable[int], *, ignore_eos: bool) -> frozenset[int]:
+        """The tokens that end a request."""
+        return frozenset(stop_token_ids).union(() if ignore_eos else self.eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +150,19 @@ class Freed:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """Up: the pause was applied, and no step has the request in it."""
+
+    kind: ClassVar[str] = "paused"
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    kind: ClassVar[str] = "pong"
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """Up: a line for the parent's log."""
 
@@ -142,11 +180,9 @@ class Fatal:
     message: str
 
 
-Down = Add | Abort | Pause | Resume | Stop
-Up = Ready | Step | Refused | Freed | Log | Fatal
-_KINDS: Final[dict[str, Any]] = {
-    cls.kind: cls for cls in (Add, Abort, Pause, Resume, Stop, Ready, Step, Refused, Freed, Log, Fatal)
-}
+Down = Add | Abort | Pause | Resume | Ping | Stop
+Up = Ready | Step | Refused | Freed | Paused | Pong | Log | Fatal
+_KINDS: Final[dict[str, Any]] = {cls.kind: cls for cls in (*get_args(Down), *get_args(Up))}
 
 
 def encode(message: Down | Up) -> bytes:

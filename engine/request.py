@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, SupportsFloat
+from typing import Any, Final, SupportsFloat, TypedDict
 
 from .errors import InvalidRequestError
 
@@ -114,6 +114,14 @@ def _items(name: str, values: Any) -> Collection[Any]:
     if not isinstance(values, list | tuple | set | frozenset):
         raise InvalidRequestError(f"{name} must be a sequence, not {_shown(values)}")
     return values
+
+
+class RequestFields(TypedDict, total=False):
+    """What the engine's `add_request` takes by keyword."""
+
+    prompt_token_ids: Sequence[int] | None
+    messages: Sequence[Mapping[str, Any]] | None
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

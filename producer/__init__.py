@@ -7,12 +7,16 @@ from .client import InferenceClient
 from .commands import CancelOutcome
 from .connection import connect
 from .contract import Keys, decode_json, encode_json, new_request_id
+from .dead_letters import DeadLetter
 from .errors import (
     DuplicateRequest,
     EngineFailure,
+    IdempotencyConflict,
     InferqError,
     InvalidRequest,
+    InvalidSigningKey,
     JobLost,
+    NotDurable,
     QueueFull,
     RedisUnavailable,
     RequestFailed,
@@ -20,6 +24,7 @@ from .errors import (
     RequestReplaced,
     UnknownModel,
     UnknownRequest,
+    Unsigned,
     UnsuitableConnection,
 )
 from .events import (
@@ -29,6 +34,7 @@ from .events import (
     Failed,
     Finished,
     FinishReason,
+    NoWorker,
     Prompt,
     Queued,
     Started,
@@ -39,12 +45,15 @@ from .events import (
 from .fleet import Card, Fleet, ModelInfo, WorkerInfo
 from .requests import GenerateRequest, Message, Sampling
 from .results import Choice, Result, State, Status
+from .signing import SigningKeys
 from .stream import EventStream
+from .sync import SyncEventStream, SyncInferenceClient
 
 __all__ = [
     "CancelOutcome",
     "Card",
     "Choice",
+    "DeadLetter",
     "Delta",
     "DuplicateRequest",
     "EngineFailure",
@@ -56,13 +65,17 @@ __all__ = [
     "Finished",
     "Fleet",
     "GenerateRequest",
+    "IdempotencyConflict",
     "InferenceClient",
     "InferqError",
     "InvalidRequest",
+    "InvalidSigningKey",
     "JobLost",
     "Keys",
     "Message",
     "ModelInfo",
+    "NoWorker",
+    "NotDurable",
     "Prompt",
     "QueueFull",
     "Queued",
@@ -72,12 +85,16 @@ __all__ = [
     "RequestReplaced",
     "Result",
     "Sampling",
+    "SigningKeys",
     "Started",
     "State",
     "Status",
+    "SyncEventStream",
+    "SyncInferenceClient",
     "Timings",
     "UnknownModel",
     "UnknownRequest",
+    "Unsigned",
     "UnsuitableConnection",
     "Usage",
     "WorkerInfo",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import io
 import os
 import signal
@@ -16,9 +17,19 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from .cli_commands import OutputLost, cancel, generate, status
+from .cli_chat import chat
+from .cli_commands import cancel, generate, status, tail
+from .cli_dead import dead_list, dead_requeue, dead_show
+from .cli_output import OutputLost
 from .connection import DEFAULT_URL
-from .errors import InferqError, InvalidRequest, RedisUnavailable, UnknownModel, UnsuitableConnection
+from .errors import (
+    InferqError,
+    InvalidRequest,
+    InvalidSigningKey,
+    RedisUnavailable,
+    UnknownModel,
+    UnsuitableConnection,
+)
 
 OK: Final = 0
 FAILED: Final = 1
@@ -36,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if getattr(args, "prompt", None) == "-":
             args.prompt = _read_stdin(parser)  # before the loop runs, so that Ctrl-C ends the waiting
-        return FAILED if asyncio.run(_interruptible(args.command(args))) else OK
+        work = args.command(args)
+        ended_badly = asyncio.run(_interruptible(work)) if inspect.iscoroutine(work) else work
+        return FAILED if ended_badly else OK
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
     except OutputLost as exc:
@@ -45,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if isinstance(exc.__cause__, BrokenPipeError) else _complain(exc, FAILED)
     except RedisUnavailable as exc:
         return _complain(exc, UNREACHABLE)
-    except (InvalidRequest, UnknownModel, UnsuitableConnection) as exc:
+    except (InvalidRequest, InvalidSigningKey, UnknownModel, UnsuitableConnection) as exc:
         return _complain(exc, USAGE)
     except InferqError as exc:
         return _complain(exc, FAILED)
@@ -90,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", parents=[common], help="enqueue a request and stream its answer"))
+    _add_chat(commands.add_parser("chat", parents=[common], help="talk to a model; Ctrl-C stops an answer"))
+    one = commands.add_parser("tail", parents=[common], help="stream the answer of a request that is there already")
+    one.add_argument("request_id", metavar="ID")
+    one.add_argument("--position", default="0", metavar="P", help="where to go on; default: from the start")
+    one.set_defaults(command=tail)
     one = commands.add_parser("cancel", parents=[common], help="stop a request wherever it is")
     one.add_argument("request_id", metavar="ID")
     one.set_defaults(command=cancel)
@@ -97,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("request_id", metavar="ID", nargs="?")
     look.add_argument("--model", help="a model to show even while no worker serves it; default: $INFERQ_MODEL")
     look.set_defaults(command=status)
+    _add_dead(commands.add_parser("dead", help="jobs that failed for a reason to look into"), common)
     return parser
 
 
@@ -110,8 +129,40 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE:TEXT",
         help="a message of a chat, before the prompt; may be given several times",
     )
-    parser.add_argument("--model", help="served name; default: $INFERQ_MODEL, else the only one that is served")
+    _add_model(parser)
     parser.add_argument("--request-id", metavar="ID", help="1 to 64 letters, digits, _ and -; default: a new one")
+    _add_sampling(parser)
+    parser.set_defaults(command=generate)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message, before everything else")
+    _add_sampling(parser)
+    parser.set_defaults(command=chat)
+
+
+def _add_dead(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    several = verbs.add_parser("list", parents=[common], help="the last ones, the latest first")
+    several.add_argument("--limit", type=int, default=100, metavar="N", help="default: %(default)s")
+    several.set_defaults(command=dead_list)
+    one = verbs.add_parser("show", parents=[common], help="one of them")
+    one.add_argument("--payload", action="store_true", help="show what was asked for, the prompt too")
+    one.set_defaults(command=dead_show)
+    again = verbs.add_parser("requeue", parents=[common], help="enqueue it again, under a new id, which is printed")
+    again.set_defaults(command=dead_requeue)
+    for verb in (one, again):
+        verb.add_argument("request_id", metavar="ID")
+    for verb in (several, one, again):
+        _add_model(verb)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="served name; default: $INFERQ_MODEL, else the only one that is served")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: the room left in the context")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: 1")
@@ -120,7 +171,6 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be given several times")
     sampling.add_argument("--seed", type=int, metavar="N", help="default: drawn for each request")
     sampling.add_argument("--ignore-eos", action="store_const", const=True, help="go on after an end-of-text token")
-    parser.set_defaults(command=generate)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from .cli_output import OutputLost, cell, dumps, no_worker, print_value, sampling_of, say, table, write
 from .client import InferenceClient
 from .commands import CancelOutcome
 from .contract import new_request_id
 from .errors import InferqError, InvalidRequest, failure
-from .events import Delta, Failed, Finished, FinishReason, TerminalEvent
+from .events import Delta, Failed, Finished, FinishReason, NoWorker, TerminalEvent
 from .fleet import Fleet
 from .results import State
 from .stream import EventStream
 
-_SAMPLING: Final = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "ignore_eos")
 _CANCEL_PATIENCE_S: Final = 5.0
-
-
-class OutputLost(Exception):
-    """Whoever read our output has gone, or it cannot be written for another reason."""
 
 
 async def generate(args: Namespace) -> bool:
@@ -45,11 +38,22 @@ async def generate(args: Namespace) -> bool:
             raise
 
 
+async def tail(args: Namespace) -> bool:
+    """Stream the answer of a request that anybody has submitted. Interrupted, it leaves the request alone."""
+    async with _client(args) as client:
+        events = client.stream(args.request_id, args.position)
+        try:
+            return await _print_stream(events, as_json=args.json)
+        except asyncio.CancelledError:
+            say(f"interrupted; {args.request_id} goes on: read on with --position {events.position}")
+            raise
+
+
 async def cancel(args: Namespace) -> bool:
     """Cancel a request, and print what came of it."""
     async with _client(args) as client:
         outcome = await client.cancel(args.request_id)
-    _print({"request_id": args.request_id, "outcome": outcome}, as_json=args.json, text=outcome)
+    print_value({"request_id": args.request_id, "outcome": outcome}, as_json=args.json, text=outcome)
     return outcome is CancelOutcome.UNKNOWN
 
 
@@ -58,12 +62,12 @@ async def status(args: Namespace) -> bool:
     async with _client(args, model=args.model) as client:
         if args.request_id is None:
             fleet = await client.fleet()
-            _print(_fleet_as_json(fleet), as_json=args.json, text=_fleet_as_text(fleet))
+            print_value(_fleet_as_json(fleet), as_json=args.json, text=_fleet_as_text(fleet))
             return False
         found = await client.status(args.request_id)
     known = {name: value for name, value in asdict(found).items() if value not in (None, ())}
-    lines = "\n".join(f"{name}: {_cell(value)}" for name, value in known.items())
-    _print(known, as_json=args.json, text=lines)
+    lines = "\n".join(f"{name}: {cell(value)}" for name, value in known.items())
+    print_value(known, as_json=args.json, text=lines)
     return found.state is State.UNKNOWN
 
 
@@ -73,7 +77,7 @@ def _client(args: Namespace, model: str | None = None) -> InferenceClient:
 
 def _request(args: Namespace) -> dict[str, Any]:
     prompt = args.prompt
-    sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    sampling = sampling_of(args)
     messages = [_message(text) for text in args.message]
     if not messages and not args.chat:
         return {"prompt": prompt, "sampling": sampling}
@@ -94,13 +98,15 @@ async def _print_stream(events: EventStream, *, as_json: bool) -> bool:
     async for event in events:
         if as_json:
             known = event.model_dump(mode="json", exclude_none=True)
-            _write(_dumps({"request_id": events.request_id, "position": events.position, **known}) + "\n")
+            write(dumps({"request_id": events.request_id, "position": events.position, **known}) + "\n")
+        elif isinstance(event, NoWorker):
+            say(no_worker(event))
         elif isinstance(event, Delta) and event.text:
             text = event.text
-            _write(text)
+            write(text)
         if isinstance(event, Finished | Failed):
             if text and not text.endswith("\n"):
-                _write("\n")
+                write("\n")
             return _ended_badly(events.request_id, event)
     return True
 
@@ -110,7 +116,7 @@ def _ended_badly(request_id: str, event: TerminalEvent) -> bool:
         raise failure(request_id, event)
     stopped = {FinishReason.CANCELLED, FinishReason.DEADLINE} & set(event.finish_reasons)
     for reason in stopped:
-        _say(f"{request_id} was stopped: {reason}")
+        say(f"{request_id} was stopped: {reason}")
     return bool(stopped)
 
 
@@ -119,9 +125,9 @@ async def _cancel_and_say(client: InferenceClient, request_id: str) -> None:
         async with asyncio.timeout(_CANCEL_PATIENCE_S):
             outcome = await client.cancel(request_id)
     except (InferqError, TimeoutError) as exc:
-        _say(f"could not cancel {request_id}: {exc}")
+        say(f"could not cancel {request_id}: {exc}")
     else:
-        _say(f"interrupted; {request_id}: {'cancelled' if outcome is CancelOutcome.REQUESTED else outcome}")
+        say(f"interrupted; {request_id}: {'cancelled' if outcome is CancelOutcome.REQUESTED else outcome}")
 
 
 def _fleet_as_json(fleet: Fleet) -> dict[str, Any]:
@@ -145,36 +151,4 @@ def _fleet_as_text(fleet: Fleet) -> str:
         models.append((each.model, str(each.waiting), str(each.running), str(context or "-"), str(num_workers)))
     workers = [("WORKER", "MODEL", "RUNNING", "SLOTS")]
     workers += [(each.worker, each.model, str(each.running), str(each.slots)) for each in fleet.workers]
-    return f"{_table(models)}\n\n{_table(workers)}"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _print(value: dict[str, Any], *, as_json: bool, text: str) -> None:
-    _write((_dumps(value) if as_json else text) + "\n")
-
-
-def _dumps(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def _write(text: str) -> None:
-    if sys.stdout is None:  # closed before we started
-        raise OutputLost("standard output is closed")
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as exc:
-        raise OutputLost(f"standard output: {exc.strerror}") from exc
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"inferq: {text}\n")
+    return f"{table(models)}\n\n{table(workers)}"

@@ -7,43 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+from .cancellation import cancellable
 from .commands import CancelOutcome, ProducerCommands
 from .connection import blocking_connection, check_client, connect, redis_errors
-from .contract import Keys, is_request_id, new_request_id, served_name
-from .errors import InvalidRequest, failure
+from .contract import served_name
+from .dead_letters import DeadLetter, request_of
+from .errors import failure
 from .events import Delta, Failed, Finished
-from .fleet import Card, Fleet, only_model, read_card, read_fleet
-from .payload import RequestLike, build_request, encode_payload, estimate_tokens, fingerprint
+from .fleet import Fleet, read_fleet
+from .payload import RequestLike, build_request
+from .requests import GenerateRequest
 from .results import Result, ResultBuilder, Status
+from .signing import SigningKeys, keys_of_environment
 from .status import read_status
 from .stream import EventStream, StreamSource
+from .submission import Submitter, Terms, check_id, keys_of
 
 if TYPE_CHECKING:
     from arq.connections import ArqRedis
 
-MAX_BACKLOG: Final = 10_000
-#: A worker renews its card each 5 s: so long the client goes by what it has read of it.
-_CARD_AGE_S: Final = 5.0
-#: Names come from callers: so many models are remembered.
-_MAX_MODELS: Final = 256
+T = TypeVar("T")
+
+#: How long a durable submission waits for the disk, and for a replica.
+DURABLE_TIMEOUT_S: Final = 5.0
 #: For keys of requests and of workers, whose names say nothing of a model.
 _ANY_MODEL: Final = "-"
-
-
-@dataclass(slots=True)
-class _Model:
-    keys: Keys
-    commands: ProducerCommands
-    card: Card | None = None
-    read_at: float = 0.0
-
-    @property
-    def max_backlog(self) -> int:
-        return (self.card and self.card.max_backlog) or MAX_BACKLOG
 
 
 class InferenceClient:
@@ -51,8 +43,9 @@ class InferenceClient:
 
     `redis` is an ArqRedis whose serializers are JSON; it stays the caller's to close. `model` is the served name that
     requests go to which name none; without it $INFERQ_MODEL, else the only model that is served. `max_backlog` bounds
-    the jobs that may wait; without it the model's workers say how many. Raises UnsuitableConnection for a client that
-    cannot be used, and from every method RedisUnavailable.
+    the jobs that may wait; without it the model's workers say how many. With `signing_keys`, or those of
+    $INFERQ_SIGNING_KEY or of the file $INFERQ_SIGNING_KEY_FILE, jobs are signed. Raises UnsuitableConnection for a
+    client that cannot be used, InvalidSigningKey, and from every method RedisUnavailable.
     """
 
     def __init__(
@@ -62,18 +55,24 @@ class InferenceClient:
         model: str | None = None,
         prefix: str = "inferq",
         max_backlog: int | None = None,
+        signing_keys: SigningKeys | None = None,
     ) -> None:
         check_client(redis)
         self._redis = redis
         self._owns_redis = False
         self._model = _model_of_environment() if model is None else model
-        self._max_backlog = max_backlog
+        self._keys = keys_of(self._model or _ANY_MODEL, prefix)
         self._blocking = blocking_connection(redis)
-        self._keys = self._keys_of(self._model or _ANY_MODEL, prefix)
+        self._submitter = Submitter(
+            redis,
+            self._blocking,
+            prefix,
+            model=self._model,
+            max_backlog=max_backlog,
+            signing_keys=signing_keys or keys_of_environment(),
+        )
         commands = ProducerCommands(redis, self._keys)  # cancel and expire go by the job's own model
-        self._source = StreamSource(redis, self._blocking, self._keys, commands)
-        self._models: dict[str, _Model] = {}
-        self._only_model: tuple[str, float] | None = None
+        self._source = StreamSource(redis, self._keys, commands)
 
     @classmethod
     def from_url(
@@ -83,9 +82,10 @@ class InferenceClient:
         model: str | None = None,
         prefix: str = "inferq",
         max_backlog: int | None = None,
+        signing_keys: SigningKeys | None = None,
     ) -> Self:
         """A client with connections of its own; see `connect` for what a URL may be. None: $INFERQ_REDIS_URL."""
-        client = cls(connect(url), model=model, prefix=prefix, max_backlog=max_backlog)
+        client = cls(connect(url), model=model, prefix=prefix, max_backlog=max_backlog, signing_keys=signing_keys)
         client._owns_redis = True
         return client
 
@@ -99,47 +99,51 @@ class InferenceClient:
 
     async def aclose(self) -> None:
         """Close every connection that this client opened."""
-        self._source.closed = True
+        await self._source.aclose()
         await self._blocking.aclose()
         if self._owns_redis:
             await self._redis.aclose()
 
-    async def submit(self, request: RequestLike | None = None, *, request_id: str | None = None, **fields: Any) -> str:
+    async def submit(
+        self,
+        request: RequestLike | None = None,
+        *,
+        request_id: str | None = None,
+        idempotency_key: str | None = None,
+        cancel_on_disconnect: bool = False,
+        durable: bool = False,
+        durable_timeout: float = DURABLE_TIMEOUT_S,
+        **fields: Any,
+    ) -> str:
         """Enqueue a request and return its id.
 
         `request` is a text to go on from, a GenerateRequest or a mapping with its fields; or pass the fields, such
         as `messages=`, `prompt_token_ids=` and `sampling=`, by name. `request_id` is drawn if not given; while a job
-        of that id lives another cannot begin.
+        of that id lives another cannot begin. With an `idempotency_key` (a tenant's own, for one model) the request is
+        enqueued once, and its id is returned each time, as long as its stream stands.
 
-        Raises InvalidRequest before anything is written, UnknownModel, DuplicateRequest, and QueueFull.
+        With `cancel_on_disconnect` the request is cancelled some 30 seconds after the last `stream` or `result` that
+        followed it has gone, once there has been one. With `durable` this returns when the job is on the server's disk
+        and, if it has any, on a replica, each within `durable_timeout` seconds.
+
+        Raises InvalidRequest before anything is written, UnknownModel, DuplicateRequest, IdempotencyConflict,
+        QueueFull, and NotDurable.
         """
         job = build_request(request, **fields)
-        if request_id is None:
-            request_id = new_request_id()
-        _check_id(request_id)
-        with redis_errors():
-            served = await self._served(job.model or self._model or await self._only_served())
-            if served.card is not None:
-                served.card.check(job)
-            await served.commands.enqueue(
-                request_id,
-                encode_payload(job),
-                deadline_ms=job.deadline_ms,
-                priority=job.priority,
-                tenant=job.tenant,
-                trace=job.trace,
-                fingerprint=fingerprint(job),
-                estimate=estimate_tokens(job),
-                max_backlog=served.max_backlog if self._max_backlog is None else self._max_backlog,
-            )
-        return request_id
+        terms = Terms(
+            request_id=request_id,
+            idempotency_key=idempotency_key,
+            cancel_on_disconnect=cancel_on_disconnect,
+            durable_timeout_s=durable_timeout if durable else None,
+        )
+        return await _asked(self._submitter.submit(job, terms))
 
     def stream(self, request_id: str, position: str = "0") -> EventStream:
         """The events of a request from the start, or from a position that an EventStream gave; any number of readers.
 
         Raises InvalidRequest for an id or a position that cannot be one.
         """
-        _check_id(request_id)
+        check_id(request_id)
         return EventStream(self._source, request_id, position)
 
     async def result(self, request_id: str, timeout: float | None = None) -> Result:
@@ -163,50 +167,43 @@ class InferenceClient:
 
     async def cancel(self, request_id: str) -> CancelOutcome:
         """Stop a request wherever it is. A running one ends a little later, with `finished(cancelled)`."""
-        _check_id(request_id)
-        with redis_errors():
-            return await self._source.commands.cancel(request_id)
+        check_id(request_id)
+        return await _asked(self._source.commands.cancel(request_id))
 
     async def status(self, request_id: str) -> Status:
         """How far the request has come."""
-        _check_id(request_id)
-        with redis_errors():
-            return await read_status(self._redis, self._keys, request_id)
+        check_id(request_id)
+        return await _asked(read_status(self._redis, self._keys, request_id))
+
+    async def dead_letters(self, *, model: str | None = None, limit: int = 100) -> list[DeadLetter]:
+        """The last jobs of a model that failed for a reason somebody should look into, the latest first."""
+        return await _asked(self._submitter.dead_list(model, limit))
+
+    async def dead_letter(
+        self, request_id: str, *, model: str | None = None
+    ) -> tuple[DeadLetter, GenerateRequest | None]:
+        """One of them, and its request unless that has expired. Raises UnknownRequest."""
+        check_id(request_id)
+        letter, payload = await _asked(self._submitter.dead_show(model, request_id))
+        return letter, request_of(payload) if payload else None
+
+    async def requeue(self, request_id: str, *, model: str | None = None) -> str:
+        """Enqueue the request of a dead letter again, under a new id, which is returned; the letter is removed.
+
+        A client with signing keys raises Unsigned for a letter that is not signed by one of them. Raises UnknownRequest
+        without such a letter or when its request has expired, and what `submit` raises.
+        """
+        check_id(request_id)
+        return await _asked(self._submitter.dead_requeue(model, request_id))
 
     async def fleet(self) -> Fleet:
         """The live workers, and the models that they serve with their backlogs."""
-        with redis_errors():
-            return await read_fleet(self._redis, self._keys, [self._model] if self._model else [])
-
-    async def _only_served(self) -> str:
-        now = asyncio.get_running_loop().time()
-        if self._only_model is None or now - self._only_model[1] > _CARD_AGE_S:
-            self._only_model = await only_model(self._redis, self._keys), now
-        return self._only_model[0]
-
-    async def _served(self, name: str) -> _Model:
-        if name not in self._models:
-            if len(self._models) >= _MAX_MODELS:
-                self._models.clear()
-            keys = self._keys_of(name, self._keys.prefix)
-            self._models[name] = _Model(keys, ProducerCommands(self._redis, keys))
-        model = self._models[name]
-        now = asyncio.get_running_loop().time()
-        if model.card is None or now - model.read_at > _CARD_AGE_S:
-            model.card, model.read_at = await read_card(self._redis, model.keys), now
-        return model
-
-    @staticmethod
-    def _keys_of(model: str, prefix: str) -> Keys:
-        try:
-            return Keys(model, prefix)
-        except ValueError as exc:
-            raise InvalidRequest(str(exc)) from None
+        return await _asked(read_fleet(self._redis, self._keys, [self._model] if self._model else []))
 
 
-def _check_id(request_id: str) -> None:
-    if not isinstance(request_id, str) or not is_request_id(request_id):
-        raise InvalidRequest("request_id must have 1 to 64 characters, each a letter, a digit, _ or -")
+async def _asked(work: Coroutine[Any, Any, T]) -> T:
+    with redis_errors():
+        return await cancellable(work)
 
 
 def _model_of_environment() -> str | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from arq.connections import ArqRedis
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
@@ -24,6 +24,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from .address import pool_like, pool_of
 from .contract import decode_json, encode_json
 from .errors import RedisUnavailable, UnsuitableConnection
 
@@ -47,30 +48,22 @@ def default_url() -> str:
 def connect(url: str | None = None, *, retries: int = RETRIES, **options: Any) -> ArqRedis:
     """A client for commands that answer at once; it connects when it is first used.
 
-    `url` is redis://, rediss:// or unix://, percent-encoded where it must be; None means $INFERQ_REDIS_URL, else the
-    local server. Options of redis-py's connections may stand in its query or in `options`; the query wins. A command
-    whose connection breaks is sent again up to `retries` times.
+    `url` is redis://, unix:// or redis+sentinel://, the first and the last with TLS as rediss, percent-encoded where it
+    must be (see `address.py`); None means $INFERQ_REDIS_URL, else the local server. Options of redis-py's connections
+    may stand in its query or in `options`; the query wins. A command whose connection breaks is sent again up to
+    `retries` times.
 
     Raises UnsuitableConnection for a URL that cannot be read, or one that asks for decoded responses.
     """
-    url = url or default_url()
     defaults: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "health_check_interval": HEALTH_CHECK_S,
         "retry": Retry(EqualJitterBackoff(cap=1.0, base=0.05), retries),
-        "retry_on_error": [ConnectionError, TimeoutError, OSError],
+        # A server that has become a replica refuses to write: a new connection may lead to its successor.
+        "retry_on_error": [ConnectionError, TimeoutError, OSError, ReadOnlyError],
     }
-    if not url.startswith("unix:"):
-        defaults["socket_keepalive"] = True
-    try:
-        pool = ConnectionPool.from_url(url, **{**defaults, **options})
-        pool.connection_class(**pool.connection_kwargs)  # opens nothing, but finds options that redis-py does not know
-    except (ValueError, TypeError):  # the message may hold a part of the password
-        raise UnsuitableConnection(
-            "the Redis URL must be redis://[user:password@]host[:port][/db], rediss://... or unix:///path[?db=n], with "
-            "special characters percent-encoded, and no option that redis-py does not know"
-        ) from None
+    pool = pool_of(url or default_url(), {**defaults, **options})
     client = ArqRedis(pool, job_serializer=encode_json, job_deserializer=decode_json)
     client.auto_close_connection_pool = True
     check_client(client)
@@ -109,18 +102,17 @@ def blocking_connection(client: ArqRedis) -> Redis:
     It has no read timeout, since a command may rightly wait longer than one; callers bound each call themselves with
     `asyncio.timeout`. It never sends a command twice. Close it with `aclose()`.
     """
-    options = dict(client.connection_pool.connection_kwargs)
-    options.update(
-        socket_timeout=None,
-        socket_connect_timeout=options.get("socket_connect_timeout") or CONNECT_TIMEOUT_S,
-        health_check_interval=0,
-        protocol=2,
-        retry=None,
-        retry_on_error=[],
-        retry_on_timeout=False,
-    )
-    pool = ConnectionPool(client.connection_pool.connection_class, **options)
-    return Redis.from_pool(pool)
+    connect_timeout_s = client.connection_pool.connection_kwargs.get("socket_connect_timeout") or CONNECT_TIMEOUT_S
+    options: dict[str, Any] = {
+        "socket_timeout": None,
+        "socket_connect_timeout": connect_timeout_s,
+        "health_check_interval": 0,
+        "protocol": 2,
+        "retry": None,
+        "retry_on_error": [],
+        "retry_on_timeout": False,
+    }
+    return Redis.from_pool(pool_like(client.connection_pool, options))
 
 
 def is_refusal(error: BaseException) -> bool:

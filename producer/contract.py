@@ -21,6 +21,11 @@ JOB_TTL_MS: Final = 24 * 3600 * 1000
 RESULT_TTL_MS: Final = 3600 * 1000
 BELL_TTL_S: Final = 60
 BELL_LENGTH: Final = 64
+#: A reader of a job that is cancelled when its readers go says that it is there, well within this time.
+READER_TTL_MS: Final = 30_000
+#: The payload of a dead letter, so that it can be looked at and sent again.
+DEAD_TTL_MS: Final = 7 * 24 * 3600 * 1000
+DEAD_LENGTH: Final = 10_000
 
 # Bounds. A larger payload is refused, by `submit` and by the claim; one claim takes no further job beyond its bound.
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
@@ -93,7 +98,7 @@ class Keys:
 
     @property
     def vtime(self) -> str:
-        """Fair queueing: the virtual time that each tenant has come to."""
+        """Fair queueing: the virtual time of the model and of each tenant."""
         return f"{self.prefix}:{self.model}:vtime"
 
     @property
@@ -113,8 +118,16 @@ class Keys:
         return f"{self.prefix}:{request_id}:cancel"
 
     def reader(self, request_id: str) -> str:
-        """Presence of a reader, for requests that are cancelled when nobody reads."""
+        """Presence of a reader, for a job that is to be cancelled when nobody reads it any more."""
         return f"{self.prefix}:{request_id}:reader"
+
+    def dead_payload(self, request_id: str) -> str:
+        """The payload of a dead letter, out of the way of a new job of that id."""
+        return f"{self.prefix}:{request_id}:dead_payload"
+
+    def wake(self, reader: str) -> str:
+        """A stream of one reading process' own, which it writes to when its blocked read must begin anew."""
+        return f"{self.prefix}:{reader}:wake"
 
     @staticmethod
     def payload(request_id: str) -> str:
@@ -133,8 +146,20 @@ def encode_json(value: Any) -> bytes:
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
-    """arq's job deserializer. Raises ValueError for what is not a JSON object."""
-    value = json.loads(data)
+    """arq's job deserializer. Raises ValueError for what is not a JSON object in UTF-8 that everybody reads alike."""
+    value = json.loads(data.decode(), object_pairs_hook=_object_of, parse_constant=_refuse_constant)
     if not isinstance(value, dict):
         raise ValueError("the payload is not a JSON object")
     return value
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that stands there twice, some parsers take the first value and some the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the payload has a name twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

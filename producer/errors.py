@@ -4,12 +4,16 @@ InferqError
 ├── InvalidRequest            the request itself is wrong; nothing was written
 ├── QueueFull                 the backlog has reached its bound; try again after `retry_after_seconds`
 ├── DuplicateRequest          a job of that id is alive
+├── IdempotencyConflict       another request was sent under the same idempotency key
+├── NotDurable                the server cannot, or did not in time, make a submission safe against its own loss
 ├── UnknownModel              no model was named, and there is not exactly one live one
 ├── UnknownRequest            nothing is known under that id
 ├── JobLost                   the stream is gone while somebody read it
 ├── RequestReplaced           another job has begun under the id while somebody read it
 ├── RedisUnavailable          Redis is away, or refuses the command
 ├── UnsuitableConnection      the Redis client cannot be used: decoded responses, another serializer, a bad URL
+├── InvalidSigningKey         the keys that jobs are signed with cannot be used
+├── Unsigned                  a dead letter has no signature by one of the keys, and so is not signed anew
 └── RequestFailed             the job ended in `failed`; `code` says why
     ├── RequestRefused        invalid_request, bad_payload, unsigned: sending it again is no use
     └── EngineFailure         the others: the service's fault
@@ -40,6 +44,21 @@ class DuplicateRequest(InferqError):
     """A job of that id is alive: wait for its end, or give another id."""
 
 
+class IdempotencyConflict(InferqError):
+    """Another request was sent under this idempotency key; nothing was written."""
+
+
+class NotDurable(InferqError):
+    """The job is not known to be safe against the loss of the server.
+
+    `request_id` is None if nothing was written; else the job was accepted, and will run unless the server is lost.
+    """
+
+    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
 class UnknownModel(InferqError):
     """No model was named, and there is not exactly one that is served now."""
 
@@ -62,6 +81,14 @@ class RedisUnavailable(InferqError):
 
 class UnsuitableConnection(InferqError, ValueError):
     """The Redis client or URL cannot be used; the message says what to change."""
+
+
+class InvalidSigningKey(InferqError, ValueError):
+    """A signing key has no id, is too short, or cannot be read; the message says which, and repeats no secret."""
+
+
+class Unsigned(InferqError):
+    """A job has no signature, or one that is not its own or by no key that is known here; the message says which."""
 
 
 class RequestFailed(InferqError):

@@ -123,7 +123,19 @@ class Failed(_Event):
     attempts: int
 
 
+class NoWorker(_Data):
+    """Not an entry of the stream: what a reader is told when the request waits and nobody is there to take it.
+
+    The request goes on when a worker that serves the model comes.
+    """
+
+    type: Literal["no_worker"] = "no_worker"
+    model: str
+
+
 Event = Annotated[Queued | Started | Prompt | Delta | Finished | Failed, Field(discriminator="type")]
+#: What reading a stream yields.
+StreamEvent = Event | NoWorker
 TerminalEvent = Finished | Failed
 TERMINAL_TYPES: Final = frozenset({"finished", "failed"})
 EVENT_TYPES: Final = frozenset({"queued", "started", "prompt", "delta", "finished", "failed"})

@@ -77,11 +77,16 @@ async def read_card(redis: ArqRedis, keys: Keys) -> Card | None:
     return _parse(Card, await redis.get(keys.card))
 
 
-async def read_fleet(redis: ArqRedis, keys: Keys, named: Iterable[str] = ()) -> Fleet:
-    """Every live worker and every model that one of them serves, and the `named` models whoever serves them."""
+async def read_workers(redis: ArqRedis, keys: Keys) -> tuple[WorkerInfo, ...]:
+    """Every live worker, of whatever model."""
     names = [name.decode() for name in await redis.zrange(keys.workers, 0, -1)]
     reports = await redis.mget([keys.worker(name) for name in names]) if names else []
-    workers = tuple(worker for report in reports if (worker := _parse(WorkerInfo, report)))
+    return tuple(worker for report in reports if (worker := _parse(WorkerInfo, report)))
+
+
+async def read_fleet(redis: ArqRedis, keys: Keys, named: Iterable[str] = ()) -> Fleet:
+    """Every live worker and every model that one of them serves, and the `named` models whoever serves them."""
+    workers = await read_workers(redis, keys)
     models = sorted({worker.model for worker in workers} | set(named))
     async with redis.pipeline(transaction=False) as pipe:
         for model in models:

@@ -1,7 +1,8 @@
 """Loading and calling the Lua scripts: what every script is given, and nothing of what any one of them does.
 
-A script's text is the lifetimes and bounds of `contract.py`, then `common.lua`, then its own file, so that a number or
-a helper exists once. Worker scripts are loaded from the worker's folder by the same runner.
+A script's text is the numbers of `contract.py`, then `common.lua`, then its folder's own `shared.lua` if it has one,
+then its own file, so that a number or a helper exists once. Worker scripts are loaded from the worker's folder by the
+same runner.
 """
 
 from __future__ import annotations
@@ -13,37 +14,34 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import NoScriptError
 
-from .contract import (
-    BELL_LENGTH,
-    BELL_TTL_S,
-    JOB_TTL_MS,
-    MAX_CLAIM_BYTES,
-    MAX_PAYLOAD_BYTES,
-    RESULT_TTL_MS,
-    WIRE_VERSION,
-    Keys,
-)
+from . import contract
+from .contract import Keys
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 _COMMON: Final = Path(__file__).with_name("scripts") / "common.lua"
-_CONSTANTS: Final = {
-    "WIRE_VERSION": WIRE_VERSION,
-    "JOB_TTL_MS": JOB_TTL_MS,
-    "RESULT_TTL_MS": RESULT_TTL_MS,
-    "BELL_TTL_S": BELL_TTL_S,
-    "BELL_LENGTH": BELL_LENGTH,
-    "MAX_PAYLOAD_BYTES": MAX_PAYLOAD_BYTES,
-    "MAX_CLAIM_BYTES": MAX_CLAIM_BYTES,
-}
+_CONSTANTS: Final = (
+    "WIRE_VERSION",
+    "JOB_TTL_MS",
+    "RESULT_TTL_MS",
+    "READER_TTL_MS",
+    "DEAD_TTL_MS",
+    "DEAD_LENGTH",
+    "BELL_TTL_S",
+    "BELL_LENGTH",
+    "MAX_PAYLOAD_BYTES",
+    "MAX_CLAIM_BYTES",
+)
 
 
 @cache
 def load_script(folder: Path, name: str) -> str:
     """The whole text of the script `name` of a folder, as it is sent to the server."""
-    constants = "".join(f"local {constant} = {value}\n" for constant, value in _CONSTANTS.items())
-    return constants + _COMMON.read_text(encoding="utf-8") + (folder / f"{name}.lua").read_text(encoding="utf-8")
+    constants = "".join(f"local {constant} = {getattr(contract, constant)}\n" for constant in _CONSTANTS)
+    shared = folder / "shared.lua"
+    parts = [_COMMON, *([shared] if shared.exists() else []), folder / f"{name}.lua"]
+    return constants + "".join(path.read_text(encoding="utf-8") for path in parts)
 
 
 @cache
@@ -61,7 +59,7 @@ class ScriptRunner:
         self._keys = (keys.queue, keys.running, keys.deadlines, keys.bell)
         self._names = (keys.prefix, keys.model)
 
-    async def run(self, name: str, *args: str | bytes | int) -> Any:
+    async def run(self, name: str, *args: str | bytes | int | float) -> Any:
         """The script's answer. Raises redis' own errors: OutOfMemoryError when a full server refuses the write."""
         text = load_script(self._folder, name)
         arguments = (len(self._keys), *self._keys, *self._names, *args)

@@ -83,13 +83,15 @@ TERMINAL_STATES: Final = frozenset({State.FINISHED, State.CANCELLED, State.FAILE
 class Status:
     """How far a request has come. What does not apply to its state is None, or empty.
 
-    `position` counts the jobs that wait before it; a job that waits to be taken over has none.
+    `position` counts the jobs that wait before it; a job that waits to be taken over has none. How long it will still
+    wait is an estimate from the jobs that run now, and None while no worker serves the model.
     """
 
     request_id: str
     state: State
     model: str | None = None
     position: int | None = None
+    estimated_wait_seconds: float | None = None
     attempt: int | None = None
     worker: str | None = None
     finish_reasons: tuple[FinishReason, ...] = ()

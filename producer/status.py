@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .contract import Keys
+from .estimate import estimate_wait
 from .events import TERMINAL_TYPES, Event, Failed, Finished, FinishReason, Started
 from .position import EntryId
 from .reader import Entry, read_event
@@ -31,8 +32,10 @@ async def read_status(redis: ArqRedis, keys: Keys, request_id: str) -> Status:
     if has_lease:
         started = await _last_started(redis, keys, request_id, last)
         return _running(request_id, name, started)
-    position = await redis.zrank(Keys(name, keys.prefix).queue, request_id)
-    return Status(request_id=request_id, state=State.QUEUED, model=name, position=position)
+    own = Keys(name, keys.prefix)
+    position = await redis.zrank(own.queue, request_id)
+    wait = None if position is None else await estimate_wait(redis, own, position)
+    return Status(request_id=request_id, state=State.QUEUED, model=name, position=position, estimated_wait_seconds=wait)
 
 
 async def _last_started(redis: ArqRedis, keys: Keys, request_id: str, last: Entry | None) -> Event | None:

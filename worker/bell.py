@@ -7,6 +7,7 @@ its own; knows nothing of jobs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Never, cast
 
@@ -37,6 +38,9 @@ class QueueBell:
             try:
                 await self._wait_once()
             except REDIS_ERRORS as exc:
+                # A server that was demoted refuses, and keeps the connection: the next one may lead to its successor.
+                with contextlib.suppress(*REDIS_ERRORS):
+                    await self._connection.connection_pool.disconnect()
                 await asyncio.sleep(outage.failed(exc))
             else:
                 outage.over()

@@ -17,9 +17,13 @@ class RedisClock:
         self._offset_ms = seconds * 1000 + microseconds / 1000 - (asked + answered) * 500
 
     def now_ms(self) -> float:
+        return self.ms_at(time.monotonic())
+
+    def ms_at(self, monotonic: float) -> float:
+        """Redis' time at a moment of `time.monotonic()`."""
         if self._offset_ms is None:
             raise RuntimeError("Redis was not asked for its time yet")
-        return time.monotonic() * 1000 + self._offset_ms
+        return monotonic * 1000 + self._offset_ms
 
     def seconds_until(self, redis_ms: float) -> float:
         """Negative for a time that has passed."""

@@ -1,4 +1,4 @@
-"""What a worker does to the jobs, one script a command: claim, renew, publish, finish; and its sign of life.
+"""What a worker does to the jobs, one script a command: claim, renew, publish, finish, ...; and its sign of life.
 
 Knows the scripts' arguments and answers; what they do stands in the scripts themselves.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _SCRIPTS: Final = Path(__file__).with_name("scripts")
 #: A script blocks the server while it runs: so many entries are about 3 ms.
 MAX_ENTRIES_PER_CALL: Final = 256
+MAX_ATTEMPTS: Final = 3
 
 
 class Outcome(StrEnum):
@@ -32,7 +33,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A job that this worker owns now. The last entry of its stream is its `started`, `{epoch}-0`."""
+    """A job that this worker owns now. The last entry of its stream is its `started`, `{epoch}-0`.
+
+    `attempt` counts from 1; `queue_ms` is the time until its first start. If it was `resumed`, others had it before,
+    and `resumed_tokens` says how many tokens of each choice they have published.
+    """
 
     request_id: str
     token: str
@@ -42,10 +47,33 @@ class Claimed:
     payload: bytes
     queue_ms: float
     expires_at_ms: int | None
+    resumed: bool = False
+    resumed_tokens: tuple[int, ...] = (0,)
+    signature: str = ""
 
     @property
     def entry_id(self) -> str:
         return f"{self.epoch}-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Reacquired:
+    """A job that its owner has again, in the same attempt: the stream's last entry is `started`, `{epoch}-0`."""
+
+    epoch: int
+    resumed_tokens: tuple[int, ...]
+
+    @property
+    def entry_id(self) -> str:
+        return f"{self.epoch}-0"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """That a job failed for a reason that somebody should look into: the code of its `failed`, never any text."""
+
+    reason: str
+    attempts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +115,54 @@ class WorkerCommands:
         token: str,
         lease_ms: int,
         slots: int,
-        sweep: bool,
+        takeover: bool,
         accept_plain: bool,
         exclude: Collection[str] = (),
+        max_attempts: int = MAX_ATTEMPTS,
+        grace_end_ms: int = 0,
+        free_blocks: int | None = None,
+        block_size: int = 1,
+        running_here: int = 0,
+        lost_tokens: Collection[str] = (),
     ) -> list[Claimed]:
-        """Take up to `slots` waiting jobs, first come first served; `token` must be new for each call.
+        """Take up to `slots` jobs; `token` must be new for each call.
 
-        What is cancelled, past its deadline, without a payload or broken is ended on the way; with `sweep` also what
-        stands in `running` without a lease. Ids in `exclude`, those that this worker still runs, are passed by.
-        No further job is taken once the payloads have MAX_CLAIM_BYTES together.
+        With `takeover` those come first whose lease has ended. That costs them an attempt, unless it ended before
+        `grace_end_ms` (Redis' time; a worker that had lost Redis takes over nothing for one lease length, and this is
+        its end); with their last attempt they fail, as dead letters. Then come waiting jobs, in order. A job whose
+        estimate is over `free_blocks`, of `block_size` tokens, is not taken and not overtaken, unless it would be the
+        only one here. None: blocks are not counted.
+
+        What is cancelled, past its deadline, without a payload or broken is ended on the way. Ids in `exclude`, those
+        that this worker still runs, are passed by.
+        No further job is taken once the payloads have MAX_CLAIM_BYTES together. `lost_tokens` are those of earlier
+        calls whose reply did not come: what they took comes first, in the same attempt.
         """
-        flags = (int(sweep), int(accept_plain))
-        answer = await self._scripts.run("claim", worker, token, lease_ms, slots, *flags, *exclude)
-        return [
-            Claimed(
-                request_id=request_id.decode(),
-                token=token,
-                epoch=int(epoch),
-                generation=int(generation),
-                attempt=int(attempt),
-                payload=payload,
-                queue_ms=float(queue_ms),
-                expires_at_ms=int(expires_at_ms) if expires_at_ms else None,
-            )
-            for request_id, epoch, generation, attempt, payload, queue_ms, expires_at_ms in answer
-        ]
+        room = (slots, "" if free_blocks is None else free_blocks, block_size, running_here)
+        rules = (int(takeover), grace_end_ms, max_attempts, int(accept_plain), ",".join(lost_tokens))
+        answer = await self._scripts.run("claim", worker, token, lease_ms, *room, *rules, *exclude)
+        return [_read_claimed(token, *each) for each in answer]
+
+    async def reacquire(
+        self, request_id: str, *, token: str, epoch: int, worker: str, lease_ms: int
+    ) -> Reacquired | None:
+        """Get a job back whose lease has ended under its owner, or whose stream has lost its end; None: drop it.
+
+        `epoch` is the owner's last one. A repeat of a call whose reply was lost takes one more epoch.
+        """
+        answer = await self._scripts.run("reacquire", request_id, token, epoch, worker, lease_ms)
+        if answer is None:
+            return None
+        new_epoch, counts = answer
+        return Reacquired(int(new_epoch), tuple(map(int, counts)))
+
+    async def hand_back(self, request_id: str, *, token: str, expected_id: str) -> Outcome:
+        """Let the job wait again, at its old place and with what it has published; it costs no attempt.
+
+        A job that is cancelled or past its deadline ends instead. `expected_id` is the owner's last entry.
+        """
+        answer = await self._scripts.run("handback", request_id, token, expected_id)
+        return Outcome(answer.decode())
 
     async def renew(self, owned: Sequence[tuple[str, str]], *, lease_ms: int) -> Renewed:
         """Renew the leases of `(request_id, token)` pairs, and learn what happened to them meanwhile."""
@@ -133,14 +184,44 @@ class WorkerCommands:
             outcomes += [Outcome(each.decode()) for each in answer]
         return outcomes
 
-    async def finish(self, *entries: Entry) -> Outcome:
+    async def finish(self, *entries: Entry, dead: DeadLetter | None = None) -> Outcome:
         """Append what was not published yet and the terminal entry, the last one, and remove the job.
 
         On a full server too: it deletes before it writes. Entries that stand in the stream already are passed by.
+        With `dead` a dead letter is written, and the payload is kept for a week.
         """
-        answer = await self._scripts.run("finish", *(part for entry in entries for part in entry.arguments()))
+        letter = (dead.reason, dead.attempts) if dead else ("", "")
+        answer = await self._scripts.run("finish", *letter, *(part for entry in entries for part in entry.arguments()))
         return Outcome(answer.decode())
 
     async def beat(self, worker: str, card: str, state: str, *, ttl_ms: int) -> None:
         """Show the worker and what it serves for the next `ttl_ms`. On a full server too."""
         await self._scripts.run("beat", worker, card, state, ttl_ms)
+
+
+def _read_claimed(
+    token: str,
+    request_id: bytes,
+    epoch: bytes,
+    generation: bytes,
+    attempt: int,
+    payload: bytes,
+    queue_ms: bytes,
+    expires_at_ms: bytes,
+    resumed: int,
+    counts: list[int],
+    signature: bytes,
+) -> Claimed:
+    return Claimed(
+        request_id=request_id.decode(),
+        token=token,
+        epoch=int(epoch),
+        generation=int(generation),
+        attempt=int(attempt),
+        payload=payload,
+        queue_ms=float(queue_ms),
+        expires_at_ms=int(expires_at_ms) if expires_at_ms else None,
+        resumed=bool(resumed),
+        resumed_tokens=tuple(map(int, counts)),
+        signature=signature.decode(errors="replace"),
+    )

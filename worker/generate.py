@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from inferq.engine.admission import Prompt
 from inferq.engine.errors import EngineError
@@ -19,10 +19,17 @@ from inferq.engine.stream import Sink
 from inferq.producer.events import Finished, FinishReason, TerminalEvent, Timings, Usage
 
 from .clock import RedisClock
-from .commands import Claimed, Outcome
+from .commands import Claimed, DeadLetter, Outcome
 from .errors import Dropped, ServerFull
+from .log import get_logger
+from .outbox import Outbox
 from .prepare import parse, run_where_it_fits
-from .publisher import Outbox, Publisher
+from .progress import Progress
+from .publisher import Publisher
+
+#: Of a payload that is not tokenized yet, roughly.
+_BYTES_PER_TOKEN: Final = 4
+_log: Any = get_logger("request")
 
 
 class Engine(Protocol):
@@ -31,7 +38,13 @@ class Engine(Protocol):
     async def tokenize(self, prompt: Prompt) -> list[int]: ...
 
     def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, sink: Sink
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: Sink,
+        *,
+        generated: Sequence[int] = (),
     ) -> None: ...
 
     def abort(self, request_id: str) -> bool: ...
@@ -39,6 +52,14 @@ class Engine(Protocol):
     def pause(self, request_id: str) -> None: ...
 
     def resume(self, request_id: str) -> None: ...
+
+
+class Restores(Protocol):
+    """Where a request reads what was published of it, and gets its stream back; Recovery has it."""
+
+    async def read(self, request_id: str) -> Progress: ...
+
+    def get_back(self, owner: Generation) -> None: ...
 
 
 async def generate(ctx: dict[Any, Any], request: Any) -> Finished:
@@ -57,6 +78,7 @@ class Generation:
         model: str,
         engine: Engine,
         publisher: Publisher,
+        recovery: Restores,
         clock: RedisClock,
         max_unsent_tokens: int,
     ) -> None:
@@ -64,14 +86,15 @@ class Generation:
         self._model = model
         self._engine = engine
         self._publisher = publisher
+        self._recovery = recovery
         self._clock = clock
-        self._outbox = Outbox(
+        self.outbox = Outbox(
             request_id=claimed.request_id,
             token=claimed.token,
             epoch=claimed.epoch,
             max_unsent_tokens=max_unsent_tokens,
             on_pressure=self._hold_back,
-            on_gone=lambda outcome: self.drop(outcome.value),
+            on_lost=self._on_lost,
             on_stuck=lambda: self.interrupt(ServerFull()),
         )
         self._end: asyncio.Future[FinishReason | Exception] = asyncio.get_running_loop().create_future()
@@ -80,9 +103,11 @@ class Generation:
         self._claimed_at = time.monotonic()
         self._first_token_at: float | None = None
         self._num_prompt_tokens = 0
+        self._max_tokens = 0  #: as asked for
+        self._before: Progress | None = None  #: what earlier owners have published
 
     def __repr__(self) -> str:
-        return f"<Generation {self.request_id} tokens={self._outbox.num_tokens} ended={self._end.done()}>"
+        return f"<Generation {self.request_id} tokens={self.outbox.num_tokens} ended={self._end.done()}>"
 
     @property
     def request_id(self) -> str:
@@ -92,6 +117,13 @@ class Generation:
     def token(self) -> str:
         return self.claimed.token
 
+    @property
+    def uncounted_tokens(self) -> int:
+        """About how many tokens it will hold that the engine's counters do not show yet; none from its first on."""
+        if self._first_token_at is not None:
+            return 0
+        return (self._num_prompt_tokens or len(self.claimed.payload) // _BYTES_PER_TOKEN) + self._max_tokens
+
     async def run(self, request: Any) -> Finished:
         """Generate until the end. Raises what went wrong, Dropped when nothing may be written any more."""
         if self.claimed.expires_at_ms is not None:
@@ -99,13 +131,17 @@ class Generation:
         try:
             size = len(self.claimed.payload)
             asked = await run_where_it_fits(size, parse, request, self.claimed, self._model)
-            if asked.deadline_ms is not None and self._deadline is None:
-                # A plain arq job: nobody but its owner knows the deadline, and it counts from the claim on.
-                self._stop_in(self._claimed_at - time.monotonic() + asked.deadline_ms / 1000)
+            self._max_tokens = asked.sampling.max_tokens or 0
             prompt_token_ids = await self._engine.tokenize(asked.prompt)
             self._num_prompt_tokens = len(prompt_token_ids)
+            if self.claimed.resumed:
+                await self._restore()
+            if asked.deadline_ms is not None and self._deadline is None:
+                # A plain arq job: nobody but its owner knows the deadline, and it counts from the first claim on.
+                self._stop_in(self._began_at() - time.monotonic() + asked.deadline_ms / 1000)
             if not self._end.done():
-                self._engine.submit(self.request_id, prompt_token_ids, asked.sampling, self)
+                generated = tuple(self.outbox.token_ids)
+                self._engine.submit(self.request_id, prompt_token_ids, asked.sampling, self, generated=generated)
             end = await self._end
         finally:
             if self._deadline is not None:
@@ -114,10 +150,22 @@ class Generation:
             raise end
         return Finished(finish_reasons=(end,), usage=self._usage(), timings=self._timings())
 
-    async def finish(self, event: TerminalEvent) -> Outcome | None:
-        """The one way out: what is left, then the terminal event. None if the request was dropped."""
+    async def _restore(self) -> None:
+        """Go on from what earlier owners have published. An answer that they have completed lacks its end alone."""
+        self._before = await self._recovery.read(self.request_id)
+        self.outbox.continue_from(self._before)
+        if self.outbox.finish_reason is not None:
+            self._resolve(self.outbox.finish_reason)
+
+    async def finish(self, event: TerminalEvent, *, dead: DeadLetter | None = None) -> Outcome | None:
+        """One way out: what is left, then the terminal event. None if the request was dropped."""
         self._resolve(Dropped("ended"))
-        return await self._publisher.finish(self._outbox, event)
+        return await self._publisher.finish(self.outbox, event, dead=dead)
+
+    async def hand_back(self) -> Outcome | None:
+        """The other way out: what is left, then the job to the queue. None if the request was dropped."""
+        self._resolve(Dropped("handed back"))
+        return await self._publisher.hand_back(self.outbox)
 
     # ---- from the engine, in the pass of a step ----
 
@@ -127,13 +175,13 @@ class Generation:
         if self._first_token_at is None and delta.token_ids:
             self._first_token_at = time.monotonic()
         if delta.finish_reason is None:
-            self._publisher.put(self._outbox, delta)
+            self._publisher.put(self.outbox, delta)
             return
         reason = self._stopping or FinishReason(delta.finish_reason.value)
-        if self._stopping is FinishReason.CANCELLED and self._outbox.discard():
+        if self._stopping is FinishReason.CANCELLED and self.outbox.discard():
             # Text that belongs to tokens nobody will see is not shown either.
-            delta = Delta(self._outbox.num_tokens, self._outbox.num_chars, "", ())
-        self._publisher.put(self._outbox, delta, reason)
+            delta = Delta(self.outbox.num_tokens, self.outbox.num_chars, "", ())
+        self._publisher.put(self.outbox, delta, reason)
         self._resolve(reason)
 
     def fail(self, error: EngineError) -> None:
@@ -145,9 +193,13 @@ class Generation:
         """End with what was published: from here on no further token is."""
         self._stop(FinishReason.CANCELLED)
 
+    def lose(self, why: str) -> None:
+        """The lease, or the end of the stream, may be somebody else's: publish nothing until that is known."""
+        self.outbox.lose(why)
+
     def drop(self, why: str) -> None:
         """Publish nothing more."""
-        self._outbox.drop()
+        self.outbox.drop()
         self.interrupt(Dropped(why))
 
     def interrupt(self, error: Exception) -> None:
@@ -172,6 +224,10 @@ class Generation:
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(max(0.0, seconds), self._stop, FinishReason.DEADLINE)
 
+    def _on_lost(self, why: str) -> None:
+        _log.info("request.lost", request_id=self.request_id, why=why)
+        self._recovery.get_back(self)
+
     def _hold_back(self, over: bool) -> None:
         if self._end.done():
             return
@@ -181,13 +237,21 @@ class Generation:
             self._engine.resume(self.request_id)
 
     def _usage(self) -> Usage:
-        return Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self._outbox.num_tokens)
+        return Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self.outbox.num_tokens)
 
     def _timings(self) -> Timings:
-        """From the claim on, but for the time in the queue."""
-        first = self._first_token_at
+        """Of the whole request, from its first claim on, but for the time in the queue."""
+        now, before, began_at = time.monotonic(), self._before, self._began_at()
+        # When an earlier owner's first token came stands nowhere.
+        first = None if before is not None and before.token_ids else self._first_token_at
         return Timings(
             queue_ms=self.claimed.queue_ms,
-            ttft_ms=None if first is None else round((first - self._claimed_at) * 1000, 3),
-            total_ms=round((time.monotonic() - self._claimed_at) * 1000, 3),
+            ttft_ms=None if first is None else round((first - began_at) * 1000, 3),
+            total_ms=round((now - began_at) * 1000, 3),
         )
+
+    def _began_at(self) -> float:
+        """When the request was first claimed, by this process' clock."""
+        if self._before is None or self._before.started_ms is None:
+            return self._claimed_at
+        return min(self._claimed_at, time.monotonic() + self._clock.seconds_until(self._before.started_ms))

@@ -19,14 +19,14 @@ class Renews(Protocol):
 
 
 class Leased(Protocol):
-    """A request under a lease. Both ends may come more than once, and after it has ended by itself."""
+    """A request under a lease. Both calls may come more than once, and after it has ended by itself."""
 
     @property
     def token(self) -> str: ...
 
     def cancel(self) -> None: ...
 
-    def drop(self, why: str) -> None: ...
+    def lose(self, why: str) -> None: ...
 
 
 class Leases:
@@ -44,6 +44,6 @@ class Leases:
             return
         answer = await self._commands.renew([(n, r.token) for n, r in owned.items()], lease_ms=self._lease_ms)
         for request_id in answer.lost:
-            owned[request_id].drop("lease lost")
+            owned[request_id].lose("the lease has lapsed")
         for request_id in answer.cancelled:
             owned[request_id].cancel()

@@ -1,7 +1,7 @@
 """The composition root of `inferq-worker`: what there is, in which order it lives, and what the exit code says.
 
-0  stopped by SIGTERM or SIGINT, after its running requests had their time
-1  the engine or the embedded server died, or something here is broken
+0  stopped by SIGTERM or SIGINT: its running requests had their time, and what was left went back to the queue
+1  the engine died for good, the embedded server died, or something here is broken
 2  a flag or variable is wrong, or something that was asked for is not installed
 3  Redis cannot be reached at the start
 """
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -25,10 +26,10 @@ from .embedded import EmbeddedServer, EmbeddedServerError, embedded_server
 from .errors import ShuttingDown
 from .queue import QueueWorker
 from .service import RedisAway, open_redis, running_service
-from .settings import PROGRAM, InvalidSettings, WorkerSettings, read_settings
+from .settings import PROGRAM, SECRETS, InvalidSettings, WorkerSettings, read_settings
 from .signals import Stopped, StopSignals, first_of
 
-#: What is left of the requests after the drain has so long to be written.
+#: What is left of the requests after the drain has so long to be handed back.
 _CLOSE_SECONDS: Final = 5.0
 _log = log.get_logger("main")
 _engine_log: Any = log.get_logger("engine")
@@ -51,6 +52,8 @@ def run(argv: Sequence[str]) -> Exit:
         settings = read_settings(argv)
     except InvalidSettings as exc:
         return _refuse(Exit.USAGE, exc)
+    for name in SECRETS:
+        os.environ.pop(name, None)  # what the engine loads, which may be code that came with a model, needs none
     log.setup(settings.log_level, settings.log_format)
     try:
         return asyncio.run(_serve(settings))
@@ -81,7 +84,9 @@ async def _serve(settings: WorkerSettings) -> Exit:
         url = server.url if server else settings.redis_url
         redis = await signals.unless_asked(stack.enter_async_context(open_redis(url)))
         command = settings.engine_arguments or DEFAULT_COMMAND
-        engine = AsyncInferenceEngine(settings.engine_config(), command=command, log=_log_engine)
+        engine = AsyncInferenceEngine(
+            settings.engine_config(), command=command, log=_log_engine, restart=settings.restart_policy
+        )
         stack.push_async_callback(engine.stop)
         await first_of(_start(engine), signals.asked.wait(), *([server.wait_dead()] if server else []))
         if server and not server.is_running:

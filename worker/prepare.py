@@ -18,15 +18,16 @@ from arq.worker import Function
 from pydantic import ValidationError
 
 from inferq.engine.admission import Prompt
-from inferq.engine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
+from inferq.engine.errors import EngineCrashedError, EngineOverloadedError, InvalidRequestError
 from inferq.engine.request import SamplingParams
 from inferq.producer.contract import FUNCTION, decode_json
+from inferq.producer.errors import Unsigned
 from inferq.producer.events import ErrorCode, Failed
 from inferq.producer.payload import describe
 from inferq.producer.requests import MAX_PROMPT_TOKENS, MAX_TOKEN_ID, GenerateRequest, Sampling
 
 from .commands import Claimed
-from .errors import BadPayload, ServerFull, ShuttingDown
+from .errors import BadPayload, ServerFull
 
 T = TypeVar("T")
 #: A smaller payload is decoded and validated within a millisecond; a larger one goes to a thread.
@@ -129,16 +130,16 @@ def failure(exc: Exception, attempts: int) -> Failed:
     match exc:
         case BadPayload():
             code, message = ErrorCode.BAD_PAYLOAD, str(exc)
+        case Unsigned():
+            code, message = ErrorCode.UNSIGNED, str(exc)
         case InvalidRequestError():
             code, message = ErrorCode.INVALID_REQUEST, str(exc)
-        case EngineDeadError():
-            code, message = ErrorCode.ENGINE_CRASHED, "the engine died with this request in flight"
+        case EngineCrashedError():
+            code, message = ErrorCode.ENGINE_CRASHED, "the engine died twice with this request alone in it"
         case EngineOverloadedError():
             code, message = ErrorCode.INTERNAL, "the engine has as many requests as it accepts"
         case ServerFull():
             code, message = ErrorCode.INTERNAL, "Redis has been full for too long to take the tokens of this request"
-        case ShuttingDown():
-            code, message = ErrorCode.INTERNAL, "the worker is shutting down"
         case _:
             code, message = ErrorCode.INTERNAL, f"an unexpected error ended this request ({type(exc).__name__})"
     return Failed(code=code, message=message[:_MAX_MESSAGE_CHARS], attempts=attempts)

@@ -12,27 +12,34 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any, Final
 
 from arq.connections import ArqRedis
-from arq.worker import Worker, func
+from arq.cron import CronJob
+from arq.worker import Function, Worker, func
 from structlog.contextvars import bound_contextvars
 
+from inferq.engine.errors import EngineCrashedError, EngineDeadError
 from inferq.producer.contract import FUNCTION, decode_json, encode_json
 from inferq.producer.events import Finished, TerminalEvent
 
 from .background import REDIS_ERRORS, Outage
-from .commands import Claimed, Outcome, WorkerCommands
-from .errors import Dropped
+from .clock import RedisClock
+from .commands import Claimed, DeadLetter, Outcome, WorkerCommands
+from .errors import Dropped, ShuttingDown
 from .generate import Generation, generate
 from .log import cause, get_logger
 from .prepare import failure, read_call, run_where_it_fits
+from .room import EngineRoom
 from .settings import WorkerSettings
 
+#: A call is given up sooner than that: its lease may begin so much later than the call.
+_CALL_SECONDS: Final = 30.0
 _log = get_logger("queue")
 
 
 class QueueWorker(Worker):
-    """Claims jobs while fewer than `slots` run. `open_generation` makes a claimed job's Generation."""
+    """Claims jobs while there is room. `open_generation` makes a claimed job's Generation."""
 
     def __init__(
         self,
@@ -40,7 +47,8 @@ class QueueWorker(Worker):
         redis: ArqRedis,
         commands: WorkerCommands,
         *,
-        slots: int,
+        room: EngineRoom,
+        clock: RedisClock,
         open_generation: Callable[[Claimed], Generation],
     ) -> None:
         super().__init__(
@@ -48,7 +56,7 @@ class QueueWorker(Worker):
             queue_name=settings.keys.queue,
             redis_pool=redis,
             handle_signals=False,
-            max_jobs=slots,
+            max_jobs=room.slots,
             poll_delay=settings.claim_seconds,
             keep_result=0,
             job_serializer=encode_json,
@@ -59,14 +67,18 @@ class QueueWorker(Worker):
         self.has_room.set()
         self._settings = settings
         self._commands = commands
+        self._room = room
+        self._clock = clock
         self._open_generation = open_generation
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._claiming = False
+        self._interruption: Exception | None = None
         self._last_answer = float("-inf")
-        self._sweep_from = float("inf")
+        self._lost_claims: dict[str, float] = {}  # tokens of calls without an answer, and when their leases have ended
+        self._takeover_from = float("inf")
 
     # ---- what others ask of it ----
 
@@ -86,6 +98,8 @@ class QueueWorker(Worker):
         await self._idle.wait()
 
     def interrupt_all(self, error: Exception) -> None:
+        """End all that runs, and what a claim under way still brings."""
+        self._interruption = error
         for generation in list(self.generations.values()):
             generation.interrupt(error)
 
@@ -113,7 +127,9 @@ class QueueWorker(Worker):
         try:
             claimed = await self._claim()
             for each in claimed:
-                self.generations[each.request_id] = self._open_generation(each)
+                generation = self.generations[each.request_id] = self._open_generation(each)
+                if self._interruption is not None:
+                    generation.interrupt(self._interruption)
             await self.start_jobs([each.request_id.encode() for each in claimed])
         finally:
             self._claiming = False
@@ -130,15 +146,22 @@ class QueueWorker(Worker):
         """See a claimed job through to its terminal event, whatever is wrong with it."""
         generation = self.generations[job_id]
         with bound_contextvars(request_id=job_id):
+            dead: DeadLetter | None = None
             try:
                 event = await self._call(generation)
             except Dropped as why:
                 _log.warning("request.dropped", why=str(why))
                 return
+            except (ShuttingDown, EngineDeadError):
+                # Neither is the request's fault: another worker goes on from what was published.
+                await self._hand_back(generation)
+                return
             except Exception as exc:
                 event = failure(exc, generation.claimed.attempt)
+                if isinstance(exc, EngineCrashedError):
+                    dead = DeadLetter(event.code.value, event.attempts)
                 _log.debug("request.raised", **cause(exc))
-            outcome = await generation.finish(event)
+            outcome = await generation.finish(event, dead=dead)
             self._count(event, outcome)
 
     # ---- its own ----
@@ -147,23 +170,49 @@ class QueueWorker(Worker):
         now = time.monotonic()
         if now - self._last_answer > max(self._settings.lease_seconds / 2, 2 * self.poll_delay_s):
             self._distrust_leases()
+        token = secrets.token_hex(8)
+        lost = [each for each, lapsed_at in self._lost_claims.items() if lapsed_at > now]
+        # Until there is an answer, nobody knows whether this call has taken jobs.
+        self._lost_claims[token] = now + self._settings.lease_seconds + _CALL_SECONDS
         claimed = await self._commands.claim(
             worker=self._settings.worker_id,
-            token=secrets.token_hex(8),
+            token=token,
+            lost_tokens=lost,
             lease_ms=self._settings.lease_ms,
-            slots=self.max_jobs - self.job_counter,
-            sweep=now >= self._sweep_from,
+            slots=self.max_jobs - self.job_counter if self._room.is_open else 0,
+            free_blocks=self._room.free_blocks(each.uncounted_tokens for each in self.generations.values()),
+            block_size=self._room.block_size,
+            running_here=self.job_counter,
+            takeover=now >= self._takeover_from,
+            grace_end_ms=int(self._clock.ms_at(self._takeover_from)),
+            max_attempts=self._settings.max_attempts,
             accept_plain=self._settings.accept_plain_jobs,
             exclude=self.generations.keys(),
         )
         self._last_answer = time.monotonic()
+        self._lost_claims.clear()
         return claimed
 
     async def _call(self, generation: Generation) -> TerminalEvent:
-        payload = generation.claimed.payload
-        function, request = await run_where_it_fits(len(payload), read_call, payload, self.functions)
+        claimed = generation.claimed
+        function, request = await run_where_it_fits(len(claimed.payload), self._read, claimed)
         event: TerminalEvent = await function.coroutine({**self.ctx, "generation": generation}, request)
         return event
+
+    def _read(self, claimed: Claimed) -> tuple[Function | CronJob, Any]:
+        """What the job calls, and with what. Nothing of a payload is decoded before its signature was checked."""
+        signing = self._settings.signing_keys
+        if signing is not None:
+            queue = self._settings.keys.queue
+            signing.verify(claimed.signature, claimed.request_id, queue=queue, payload=claimed.payload)
+        return read_call(claimed.payload, self.functions)
+
+    async def _hand_back(self, generation: Generation) -> None:
+        outcome = await generation.hand_back()
+        if outcome is Outcome.OK:
+            _log.info("request.handed_back", tokens=generation.outbox.num_tokens)
+        else:
+            _log.warning("request.dropped", why=outcome.value if outcome else "lease lost")
 
     def _count(self, event: TerminalEvent, outcome: Outcome | None) -> None:
         if outcome is not Outcome.OK:
@@ -196,7 +245,7 @@ class QueueWorker(Worker):
 
     def _distrust_leases(self) -> None:
         """After a lost connection, and before the first: take over nothing for one lease length."""
-        self._sweep_from = time.monotonic() + self._settings.lease_seconds
+        self._takeover_from = time.monotonic() + self._settings.lease_seconds
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

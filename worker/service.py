@@ -16,7 +16,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 
 from inferq.engine.async_engine import AsyncInferenceEngine
 from inferq.producer.commands import ProducerCommands
-from inferq.producer.connection import blocking_connection, connect
+from inferq.producer.connection import LOST, blocking_connection, connect
 
 from .background import REDIS_ERRORS, Backoff, Outage, end, every, persist
 from .bell import QueueBell
@@ -29,6 +29,8 @@ from .leases import Leases
 from .log import get_logger
 from .publisher import Publisher
 from .queue import QueueWorker
+from .recovery import Recovery
+from .room import EngineRoom
 from .settings import WorkerSettings
 
 #: A server that is starting beside the worker has so long.
@@ -46,12 +48,13 @@ class RedisAway(Exception):
 async def open_redis(url: str) -> AsyncIterator[ArqRedis]:
     """A connection whose server has answered. Raises RedisAway, and UnsuitableConnection for a URL that is none.
 
-    A claim that is sent twice takes jobs twice, so commands are never sent again by the connection itself.
+    A claim that is sent twice takes jobs twice, so commands are never sent again by the connection itself. It is given
+    up with any of these errors: a server that has become a replica stays one, and the next connection may find another.
     """
-    redis = connect(url, retries=0)
+    redis = connect(url, retries=0, retry_on_error=list(LOST))
     try:
         await _reach(redis)
-        await _look_at_policy(redis)
+        await _look_at_settings(redis)
         yield redis
     finally:
         await redis.aclose()
@@ -83,13 +86,18 @@ def _place(redis: ArqRedis) -> str:
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
 
-async def _look_at_policy(redis: ArqRedis) -> None:
-    """Under another policy a full server throws away jobs instead of refusing new ones."""
+async def _look_at_settings(redis: ArqRedis) -> None:
+    """Warn of a server that may throw accepted jobs away: when it is full, or when it starts again.
+
+    INFO tells all but one of it, so that a worker's user needs no right to the configuration, which has passwords.
+    """
     with contextlib.suppress(ResponseError):
-        found: dict[str, Any] = await redis.config_get("maxmemory-policy")
-        policy = found.get("maxmemory-policy", "noeviction")
+        found: dict[str, Any] = await redis.info("memory") | await redis.info("persistence")
+        policy = found.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             _log.warning("redis.may_evict_jobs", policy=policy, wanted="noeviction")
+        if found.get("aof_enabled") == 0 and (await redis.config_get("save")).get("save") == "":
+            _log.warning("redis.keeps_nothing", appendonly="no", save="", wanted="appendonly yes")
 
 
 @asynccontextmanager
@@ -99,6 +107,9 @@ async def running_service(
     """Work until the block is left. Raises an ExceptionGroup, and ends the block, if a part is broken."""
     clock, commands = RedisClock(), WorkerCommands(redis, settings.keys)
     publisher = Publisher(commands)
+    recovery = Recovery(
+        commands, publisher, redis, settings.keys, worker=settings.worker_id, lease_ms=settings.lease_ms
+    )
 
     def open_generation(claimed: Claimed) -> Generation:
         return Generation(
@@ -106,12 +117,14 @@ async def running_service(
             model=settings.keys.model,
             engine=engine,
             publisher=publisher,
+            recovery=recovery,
             clock=clock,
             max_unsent_tokens=settings.max_unsent_tokens,
         )
 
-    slots = engine.facts.max_num_seqs
-    worker = QueueWorker(settings, redis, commands, slots=slots, open_generation=open_generation)
+    worker = QueueWorker(
+        settings, redis, commands, room=EngineRoom(engine), clock=clock, open_generation=open_generation
+    )
     health = Health(settings, redis, commands, engine, clock, running=lambda: len(worker.generations))
     leases = Leases(commands, worker.generations, settings.lease_ms)
     expire = ProducerCommands(redis, settings.keys).expire
@@ -125,6 +138,7 @@ async def running_service(
         parts = [
             group.create_task(_claim(worker, health)),
             group.create_task(publisher.run()),
+            group.create_task(recovery.run()),
             group.create_task(every(settings.renew_seconds, leases.renew, role="leases")),
             group.create_task(every(_EXPIRE_SECONDS, expire, role="expiry")),
             group.create_task(every(settings.heartbeat_seconds, health.beat, role="health")),

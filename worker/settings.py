@@ -15,16 +15,22 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, CliSuppress, SettingsConfigDict, SettingsError
 
 from inferq.engine.config import EngineConfig
+from inferq.engine.restart import RestartPolicy
 from inferq.producer.contract import MODEL_PATTERN, Keys, served_name
+from inferq.producer.signing import SigningKeys, read_keys
 
 PROGRAM = "inferq-worker"
+#: Variables that hold a secret, or may.
+SECRETS = ("INFERQ_REDIS_URL", "INFERQ_SIGNING_KEY")
+_KEY_FLAG = "--signing-key"
 
 
 class InvalidSettings(Exception):
@@ -39,7 +45,8 @@ def _new_worker_id() -> str:
 class WorkerSettings(BaseSettings):
     """Take generation jobs from Redis and run them on one model.
 
-    Each flag is also an environment variable: --max-num-seqs is INFERQ_MAX_NUM_SEQS. A flag wins.
+    Each flag is also an environment variable: --max-num-seqs is INFERQ_MAX_NUM_SEQS. A flag wins. INFERQ_SIGNING_KEY
+    has none, since flags can be read by everybody on the machine.
     """
 
     model_config = SettingsConfigDict(
@@ -79,14 +86,20 @@ class WorkerSettings(BaseSettings):
     kv_cache_bytes: ByteSize | None = Field(None, ge=1, description="memory of the KV cache, as in 4GiB")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; overrides its bytes")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="part of the GPU's memory that may be used")
+    step_timeout_seconds: float = Field(
+        120.0, gt=0, le=86_400, description="silence after which a step of the engine counts as hung"
+    )
+    max_engine_restarts: int = Field(
+        6, ge=0, le=1000, description="restarts without a token, within ten minutes, before the worker gives up"
+    )
     engine_command: str | None = Field(None, min_length=1, description="command of the engine's process")
 
     # Redis
     redis_url: str = Field(
         "redis://localhost:6379",
-        pattern=r"^(redis|rediss|unix)://",
+        pattern=r"^(rediss?(\+sentinel)?|unix)://",
         repr=False,
-        description="redis, rediss or unix URL",
+        description="redis, rediss or unix URL, or redis+sentinel://host:port,host:port/service",
     )
     prefix: str = Field("inferq", pattern=MODEL_PATTERN, description="first part of every key's name")
     embedded: bool = Field(False, description="start a Valkey server for as long as this worker lives")
@@ -94,15 +107,26 @@ class WorkerSettings(BaseSettings):
         None, description="folder of the embedded server's data; default: a temporary one"
     )
 
+    # Who may submit
+    signing_key: CliSuppress[SecretStr | None] = Field(None, description="keyid:secret of who may submit jobs")
+    signing_key_file: Path | None = Field(
+        None, description="file of keyid:secret lines; then only jobs that one of these keys has signed are taken"
+    )
+
     # The queue
     accept_plain_jobs: bool = Field(True, description="take jobs that were enqueued with arq alone")
     max_backlog: int = Field(10_000, ge=1, description="waiting jobs that producers may pile up")
-    lease_seconds: float = Field(5.0, ge=0.5, le=300, description="a job of a dead worker is found after this time")
+    max_attempts: int = Field(3, ge=1, le=100, description="workers that a job may lose before it is given up")
+    lease_seconds: float = Field(
+        5.0, ge=0.5, le=300, description="after this time others go on with a dead worker's jobs"
+    )
     poll_seconds: float | None = Field(
         None, ge=0.05, le=60, description="fallback poll; default: 0.5, or 2 without plain jobs"
     )
     heartbeat_seconds: float = Field(5.0, ge=0.1, le=60, description="between two signs of life")
-    drain_seconds: float = Field(30.0, ge=0, le=3600, description="running requests may finish after SIGTERM")
+    drain_seconds: float = Field(
+        30.0, ge=0, le=3600, description="running requests may finish after SIGTERM; then they go to another worker"
+    )
     max_unsent_tokens: int = Field(1024, ge=1, description="tokens of one request that may wait for Redis")
     worker_id: str = Field(
         default_factory=_new_worker_id,
@@ -126,6 +150,17 @@ class WorkerSettings(BaseSettings):
         if self.embedded_dir is not None and not self.embedded:
             raise ValueError("--embedded-dir needs --embedded")
         return self
+
+    @model_validator(mode="after")
+    def _readable_keys(self) -> WorkerSettings:
+        _ = self.signing_keys
+        return self
+
+    @cached_property
+    def signing_keys(self) -> SigningKeys | None:
+        """The keys of which one must have signed a job; None takes every job."""
+        text = None if self.signing_key is None else self.signing_key.get_secret_value()
+        return read_keys(text, self.signing_key_file)
 
     @property
     def keys(self) -> Keys:
@@ -156,6 +191,11 @@ class WorkerSettings(BaseSettings):
         """The engine's command, split as a shell would; None is the engine's own."""
         return None if self.engine_command is None else tuple(shlex.split(self.engine_command))
 
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        """How the engine's process is started again."""
+        return RestartPolicy(max_restarts=self.max_engine_restarts, step_timeout_seconds=self.step_timeout_seconds)
+
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
 
@@ -165,13 +205,18 @@ def read_settings(argv: Sequence[str]) -> WorkerSettings:
 
     Raises InvalidSettings; SystemExit(0) after `--help`.
     """
+    if any(argument.partition("=")[0].replace("_", "-") == _KEY_FLAG for argument in argv):
+        raise InvalidSettings(
+            f"{_KEY_FLAG}: a flag can be read by everybody on the machine: set INFERQ_SIGNING_KEY, or give "
+            "--signing-key-file"
+        )
     try:
         source = CliSettingsSource[WorkerSettings](WorkerSettings, formatter_class=_Help)
         settings = CliApp.run(WorkerSettings, cli_args=list(argv), cli_settings_source=source)
     except ValidationError as exc:
         raise InvalidSettings("; ".join(_line(error) for error in exc.errors(include_url=False))) from None
     except SettingsError as exc:
-        raise InvalidSettings(str(exc).removeprefix("error parsing CLI: ")) from None
+        raise InvalidSettings(_without_values(str(exc).removeprefix("error parsing CLI: "))) from None
     if settings.embedded and any(argument.partition("=")[0] == "--redis-url" for argument in argv):
         raise InvalidSettings("give --embedded or --redis-url, not both")
     return settings
@@ -185,6 +230,13 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return re.sub(r" \(default: None\)| \(default factory: \w+\)", "", action.help or "")
+
+
+def _without_values(message: str) -> str:
+    """Of flags that nobody knows, the names alone: a value may be a password behind a misspelled flag."""
+    text, separator, arguments = message.partition("unrecognized arguments: ")
+    names = [word.partition("=")[0] for word in arguments.split() if word.startswith("--")]
+    return text + separator + (" ".join(names) or "words without a flag") if separator else message
 
 
 def _line(error: Any) -> str:

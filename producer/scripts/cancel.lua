@@ -8,8 +8,7 @@ local function cancel(id)
     if job == nil then
         local score = redis.call('ZSCORE', QUEUE, id) or redis.call('ZSCORE', RUNNING, id)
         if score and redis.call('EXISTS', payload_key(id)) == 1 then
-            adopt(id, tonumber(score), last_entry(id), now)
-            job = load_job(id)
+            job = adopt(id, tonumber(score), last_entry(id), now, {'order', score})
         end
     end
 

@@ -13,6 +13,7 @@ local PREFIX, MODEL = ARGV[1], ARGV[2]
 -- The error that a script raises itself; numbers beyond the second one have no exact successor.
 local BROKEN = 'what Redis holds of this job is broken'
 local MAX_EPOCH = 9007199254740991
+local MAX_CHOICES = 128
 
 -- The key `part` of a request or of a model.
 local function key(name, part)
@@ -75,10 +76,19 @@ local function number_of(field)
     return tonumber(field)
 end
 
+-- A field of `:job` that holds any number, or the default where there is none.
+local function real_of(field, default)
+    local number = field and tonumber(field) or default
+    if field and not (tonumber(field) and math.abs(number) < math.huge) then
+        error(BROKEN, 0)
+    end
+    return number
+end
+
 -- The fields of `:job` that scripts decide by, or nil when there is no such job.
 local function load_job(id)
-    local names = {'model', 'generation', 'attempts', 'enqueued_at_ms', 'expires_at_ms'}
-    local values = redis.call('HMGET', key(id, 'job'), unpack(names))
+    local values = redis.call('HMGET', key(id, 'job'), 'model', 'generation', 'attempts', 'enqueued_at_ms',
+        'expires_at_ms', 'cancel_on_disconnect', 'order', 'priority', 'estimate', 'choices', 'losses', 'queue_ms')
     if not values[2] then
         return nil
     elseif not values[1] then
@@ -91,16 +101,41 @@ local function load_job(id)
         attempts = number_of(values[3]),
         enqueued_at_ms = number_of(values[4]),
         expires_at_ms = values[5] and number_of(values[5]) or nil,
+        cancel_on_disconnect = values[6],
+        order = real_of(values[7], 0),
+        priority = real_of(values[8], 0),
+        estimate = math.max(real_of(values[9], 0), 0),
+        choices = math.min(math.max(real_of(values[10], 1), 1), MAX_CHOICES),
+        losses = real_of(values[11], 0),
+        queue_ms = values[12],
     }
 end
 
--- A cancel key is meant for one generation: it never hits a later job of the same id.
-local function is_cancelled(id, generation)
-    return generation and redis.call('GET', key(id, 'cancel')) == generation
+-- By a cancel key, which is meant for one generation so that it never hits a later job of the same id; or by a reader
+-- that was there and has gone, where the request asked for that.
+local function is_cancelled(id, job)
+    if redis.call('GET', key(id, 'cancel')) == job.generation then
+        return true
+    end
+    return job.cancel_on_disconnect == 'armed' and redis.call('EXISTS', key(id, 'reader')) == 0
 end
 
 local function is_past_deadline(job, now)
     return job.expires_at_ms ~= nil and job.expires_at_ms * 1000 <= now
+end
+
+-- Note when somebody has to look whether the job must be ended: at its deadline, or when its reader's presence ends.
+local function watch(id, job, now)
+    local due_ms = job.expires_at_ms
+    if redis.call('EXISTS', key(id, 'reader')) == 1 then
+        local gone_ms = math.ceil(now / 1000) + redis.call('PTTL', key(id, 'reader'))
+        due_ms = math.min(due_ms or gone_ms, gone_ms)
+    end
+    -- Deleting comes first, so that a full server takes it too.
+    redis.call('ZREM', key(job.model, 'deadlines'), id)
+    if due_ms then
+        redis.call('ZADD', key(job.model, 'deadlines'), whole(due_ms), id)
+    end
 end
 
 local function renew_lifetimes(id)
@@ -115,36 +150,69 @@ local function ring()
     redis.call('EXPIRE', BELL, BELL_TTL_S)
 end
 
+-- Fair queueing. A job's place is its virtual finish: behind the virtual time and its tenant's last job, by its cost
+-- over the tenant's weight, less its priority's boost. Costs are thousands of tokens, so that places stay far below
+-- every clock in ms, whatever is served; a plain arq producer's score is such a clock.
+local TOKENS_PER_COST, PRIORITY_BOOST, FIRST_CLOCK_MS = 1000, 10000, 100000000000
+-- The member of `vtime` that is the virtual time; tenants' names have a prefix.
+local VIRTUAL_TIME = 'now'
+
+local function tenant_member(tenant)
+    return 'tenant:' .. tenant
+end
+
+-- Give a new job its place. Answers its order, and what its tenant was charged for it, as fields of `:job`.
+local function next_place(tenant, tokens, weight, priority)
+    local vtime = key(MODEL, 'vtime')
+    local virtual_time = tonumber(redis.call('ZSCORE', vtime, VIRTUAL_TIME) or 0)
+    local last = tonumber(redis.call('ZSCORE', vtime, tenant_member(tenant)) or virtual_time)
+    local charge = math.max(tokens, 1) / TOKENS_PER_COST / weight
+    local finish = math.max(virtual_time, last) + charge
+    redis.call('ZADD', vtime, string.format('%.6f', finish), tenant_member(tenant))
+    return string.format('%.6f', finish - priority * PRIORITY_BOOST), string.format('%.6f', charge)
+end
+
+-- A job that leaves the queue unserved costs its tenant nothing. Whatever stands in its fields, its end goes on.
+local function refund(model, tenant, charge)
+    if tenant and tonumber(charge) then
+        redis.pcall('ZADD', key(model, 'vtime'), 'XX', 'INCR', '-' .. charge, tenant_member(tenant))
+    end
+end
+
 -- Write `:job`. `fields` are further fields and their values.
 local function write_job(id, generation, enqueued_at_ms, fields)
-    redis.call('DEL', key(id, 'job'), key(id, 'cancel'))
+    redis.call('DEL', key(id, 'job'), key(id, 'cancel'), key(id, 'reader'))
     redis.call('HSET', key(id, 'job'), 'model', MODEL, 'generation', generation, 'enqueued_at_ms', enqueued_at_ms,
-        'attempts', 0, 'crashes', 0, unpack(fields))
+        'attempts', 0, unpack(fields))
     redis.call('PEXPIRE', key(id, 'job'), JOB_TTL_MS)
 end
 
 -- Begin the stream of a job in place of an older job's. The epoch of its first entry is the job's generation.
+-- `extra` has what else its data may hold: `trace`, and the `fingerprint` by which a repeat is told from another request.
 -- `...` are further fields of that entry and their values.
-local function begin_stream(id, generation, enqueued_at_ms, trace, ...)
+local function begin_stream(id, generation, enqueued_at_ms, extra, ...)
     local data = '{"v":' .. WIRE_VERSION .. ',"generation":' .. generation .. ',"enqueued_at_ms":' .. enqueued_at_ms
-    if trace ~= '' then
-        data = data .. ',"trace":' .. cjson.encode(trace)
+    for _, name in ipairs({'trace', 'fingerprint'}) do
+        if extra[name] and extra[name] ~= '' then
+            data = data .. ',"' .. name .. '":' .. cjson.encode(extra[name])
+        end
     end
     redis.call('DEL', key(id, 'events'))
     append(id, generation .. '-0', 'queued', data .. '}', JOB_TTL_MS, ...)
 end
 
 -- Make a job of ours of a plain arq producer's, whose score is the time of its enqueue in ms by that producer's clock.
--- A stream that has not ended is this job's own: `:job` was lost, not the job.
-local function adopt(id, score, last, now)
+-- A stream that has not ended is this job's own: `:job` was lost, not the job. `fields` are further fields of `:job`.
+local function adopt(id, score, last, now, fields)
     local now_ms = math.floor(now / 1000)
     local plausible = score <= now_ms and score >= now_ms - JOB_TTL_MS
     local enqueued_at_ms = whole(plausible and score or now_ms)
     local generation = next_epoch(last, now)
-    write_job(id, generation, enqueued_at_ms, {'order', string.format('%.3f', score), 'priority', 0})
+    write_job(id, generation, enqueued_at_ms, fields)
     if last == nil or is_terminal(last) then
-        begin_stream(id, generation, enqueued_at_ms, '')
+        begin_stream(id, generation, enqueued_at_ms, {})
     end
+    return load_job(id)
 end
 
 local function finished(reason)
@@ -157,9 +225,13 @@ end
 
 -- Take everything of a job away but its stream. `model` is the job's own, which need not be the caller's.
 local function remove_job(id, model)
-    redis.call('DEL', payload_key(id), lease_key(id), key(id, 'job'), key(id, 'cancel'))
+    redis.call('DEL', payload_key(id), lease_key(id), key(id, 'job'), key(id, 'cancel'), key(id, 'reader'))
     for _, name in ipairs({'queue', 'running', 'deadlines'}) do
         redis.call('ZREM', key(model, name), id)
+    end
+    -- With no job left, nobody is ahead of anybody.
+    if redis.call('EXISTS', key(model, 'queue'), key(model, 'running')) == 0 then
+        redis.call('DEL', key(model, 'vtime'))
     end
 end
 
@@ -167,7 +239,12 @@ end
 -- Says whether this call ended it.
 local function end_job(id, model, now, kind, data)
     local last = last_entry(id)
+    local account = redis.pcall('HMGET', key(id, 'job'), 'tenant', 'charge')
+    local was_waiting = redis.call('ZSCORE', key(model, 'queue'), id)
     remove_job(id, model)
+    if was_waiting then
+        refund(model, account[1], account[2])
+    end
     if is_terminal(last) then
         return false
     end
@@ -176,9 +253,10 @@ local function end_job(id, model, now, kind, data)
 end
 
 -- Whether an error is of one job's own keys: a key of another type, a field that is no number, a stream that takes no
--- entry. Any other is the server's (it is full, it is a replica, it refuses the user), and concerns everybody.
+-- entry. Any other is the server's (it is full, it is a replica, it refuses the user, whom it may name), and concerns
+-- everybody.
 local function is_of_one_job(fault)
-    for _, sign in ipairs({BROKEN, 'WRONGTYPE', 'stream'}) do
+    for _, sign in ipairs({BROKEN, 'WRONGTYPE', 'target stream top item', 'The stream has exhausted'}) do
         if string.find(fault, sign, 1, true) then
             return true
         end
@@ -206,19 +284,4 @@ local function isolated(instead, part, id, ...)
         end_job(id, MODEL, now, kind, data)
     end
     return instead
-end
-
--- Whether the owner may append: 'append', or what to answer instead. An entry that stands there already is the
--- owner's own repeat, whose first reply was lost.
-local function check_append(id, token, expected_id, entry_id, kind, data)
-    local holds = redis.call('GET', lease_key(id)) == token
-    local last = last_entry(id)
-    if holds and last and last[1] == expected_id then
-        return 'append'
-    end
-    local there = redis.call('XRANGE', key(id, 'events'), entry_id, entry_id)[1]
-    if there and there[2][2] == kind and there[2][4] == data then
-        return 'ok'
-    end
-    return holds and 'moved' or 'fenced'
 end

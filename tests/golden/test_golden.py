@@ -156,6 +156,7 @@ async def test_what_scripts_write_has_the_same_form(client: redis.asyncio.Redis)
     """Scripts put their events together by hand: they must say neither more nor less than the models do."""
     wire = Wire(client)
     await wire.claimed("a", trace=f"00-{'a' * 32}-{'b' * 16}-01")
+    await wire.redis.delete(wire.keys.payload("a"))
     await wire.lapse("a")
     await wire.claim()
     await wire.enqueue("b")

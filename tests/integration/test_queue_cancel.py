@@ -27,6 +27,29 @@ async def test_a_running_request_ends_with_its_partial_text(redis_url: str, clie
         assert await left_over(client) == set()
 
 
+async def test_a_request_whose_readers_have_gone_is_cancelled_where_that_was_asked_for(
+    redis_url: str, client: redis.asyncio.Redis
+) -> None:
+    flags = ("--lease-seconds", "0.6")
+    async with (
+        scripted_worker(redis_url, *flags, engine=SLOW),
+        InferenceClient.from_url(redis_url, model=MODEL) as producer,
+    ):
+        kept = await producer.submit("kept", sampling=ENDLESS)
+        request_id = await producer.submit("left", sampling=ENDLESS, cancel_on_disconnect=True)
+        for each in (kept, request_id):
+            async for event in producer.stream(each):
+                if event.type == "delta":
+                    break
+        # The reader has said that it is there; now its word has run out, which takes 30 s by itself.
+        await wait_until(lambda: client.exists(KEYS.reader(request_id)))
+        await client.delete(KEYS.reader(request_id))
+        found = await until_ended(client, KEYS, request_id)
+        assert found[-1].finish_reasons == ("cancelled",)
+        assert (await events(client, KEYS, kept))[-1].type == "delta"
+        await producer.cancel(kept)
+
+
 async def test_with_every_slot_busy_a_running_request_can_be_cancelled(
     redis_url: str, client: redis.asyncio.Redis
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 import redis.asyncio
 from support.processes import scripted
 from support.queue import KEYS, MODEL, answer_to, arq_payload, put_plain, scripted_worker
-from support.streams import until_ended
+from support.streams import until_delta, until_ended
 
 from inferq.producer import InferenceClient, RequestFailed
 
@@ -20,9 +21,9 @@ CANARY = "canary-5e1c"
 
 @pytest.mark.parametrize("level", ["debug", "info"])
 async def test_no_prompt_and_no_completion_is_logged(redis_url: str, client: redis.asyncio.Redis, level: str) -> None:
-    """Whatever becomes of the request: finished, cancelled, refused, undecodable, killed with its engine."""
+    """Whatever becomes of the request: finished, refused, undecodable, the death of its engine, handed back."""
     flags = ("--log-level", level, "--max-model-len", "256")
-    engine = ["--step-ms", "1", "--refuse-text", "refuse", "--exit-on-text", "poison"]
+    engine = ["--step-ms", "5", "--refuse-text", "refuse", "--exit-on-text", "poison"]
     completions = []
     async with (
         scripted_worker(redis_url, *flags, engine=engine) as worker,
@@ -43,7 +44,14 @@ async def test_no_prompt_and_no_completion_is_logged(redis_url: str, client: red
         poison = await producer.submit(f"{CANARY} poison", sampling={"max_tokens": 3})
         with pytest.raises(RequestFailed):
             await producer.result(poison)
-        assert await worker.wait(20) == 1
+        letters = await client.xrange(KEYS.dead)
+        assert CANARY not in repr(letters)
+        moved = await producer.submit(f"{CANARY} move", sampling={"max_tokens": 200, "ignore_eos": True})
+        await until_delta(client, KEYS, moved)
+        worker.send(signal.SIGTERM)
+        worker.send(signal.SIGTERM)
+        assert await worker.wait(20) == 0
+        await producer.cancel(moved)
         assert poison in worker.log, "the request's id is what a log is searched by"
         assert CANARY not in worker.log
         for completion in completions:

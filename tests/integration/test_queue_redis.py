@@ -1,4 +1,4 @@
-"""The worker and its server: away at the start, restarted later, unsuitable; and the worker's signs of life there."""
+"""The worker and its server: away at the start, restarted while idle, unsuitable; the worker's signs of life."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ async def test_a_policy_that_evicts_jobs_is_warned_of() -> None:
             assert (line["policy"], line["wanted"], line["level"]) == ("allkeys-lru", "noeviction", "warning")
 
 
+@pytest.mark.parametrize(("options", "warns"), [((), True), (("--appendonly", "yes"), False)])
+async def test_a_server_that_keeps_nothing_is_warned_of(options: tuple[str, ...], warns: bool) -> None:
+    with valkey(*options) as url:
+        async with scripted_worker(url) as worker:
+            assert ("redis.keeps_nothing" in worker.log) == warns
+
+
 async def test_a_restart_while_idle_is_survived() -> None:
     with restartable_server() as server:
         async with scripted_worker(server.url, "--heartbeat-seconds", "0.3") as worker:
@@ -64,69 +71,6 @@ async def test_a_restart_while_idle_is_survived() -> None:
                     assert (await producer.result(request_id, timeout=20)).text == answer_to(f"after {number}", 5)
             worker.send(signal.SIGTERM)
             assert await worker.wait(20) == 0
-
-
-async def test_a_restart_within_the_lease_costs_a_stream_nothing() -> None:
-    with restartable_server() as server:
-        async with scripted_worker(server.url, "--lease-seconds", "60", engine=SLOW) as worker:
-            async with (
-                redis.asyncio.Redis.from_url(server.url) as client,
-                InferenceClient.from_url(server.url, model=MODEL) as producer,
-            ):
-                request_id = await producer.submit("through", sampling={"max_tokens": 300})
-                await until_delta(client, KEYS, request_id, at_least=10)
-            server.kill()
-            await wait_until(lambda: "redis.lost" in worker.log)
-            server.start()
-            async with redis.asyncio.Redis.from_url(server.url) as client:
-                events = await until_ended(client, KEYS, request_id)
-            assert text_of(events) == answer_to("through", 300)
-            assert events[-1].finish_reasons == ("length",)
-
-
-async def test_a_restart_longer_than_the_lease_ends_a_stream_once() -> None:
-    with restartable_server() as server:
-        flags = ("--lease-seconds", "0.5")
-        async with scripted_worker(server.url, *flags, engine=SLOW) as worker:
-            async with (
-                redis.asyncio.Redis.from_url(server.url) as client,
-                InferenceClient.from_url(server.url, model=MODEL) as producer,
-            ):
-                request_id = await producer.submit("too long", sampling=ENDLESS)
-                await until_delta(client, KEYS, request_id)
-                server.kill()
-            # Nothing can renew the lease now, so it has lapsed when the time of its length has passed.
-            killed_at = time.monotonic()
-            await wait_until(lambda: time.monotonic() > killed_at + 0.6)
-            server.start()
-            async with redis.asyncio.Redis.from_url(server.url) as client:
-                events = await until_ended(client, KEYS, request_id)
-                assert events[-1].code == "attempts_exhausted"
-                assert text_of(events) == answer_to("too long", len(tokens_of(events)))
-                assert "request.dropped" in worker.log
-                async with InferenceClient.from_url(server.url, model=MODEL) as producer:
-                    again = await producer.submit("again", sampling={"max_tokens": 3})
-                    assert (await producer.result(again)).text == answer_to("again", 3)
-
-
-async def test_a_full_server_refuses_tokens_and_still_takes_the_end() -> None:
-    with valkey("--maxmemory-policy", "noeviction") as url:
-        async with scripted_worker(url, engine=SLOW) as worker:
-            async with (
-                redis.asyncio.Redis.from_url(url) as client,
-                InferenceClient.from_url(url, model=MODEL) as producer,
-            ):
-                request_id = await producer.submit("full", sampling=ENDLESS)
-                await until_delta(client, KEYS, request_id)
-                await client.config_set("maxmemory", "1mb")
-                await wait_until(lambda: "OutOfMemoryError" in worker.log)
-                await client.config_set("maxmemory", "0")
-                found = len(await client.xrange(KEYS.events(request_id)))
-                await wait_until(lambda: _longer(client, request_id, found))
-                await producer.cancel(request_id)
-                events = await until_ended(client, KEYS, request_id)
-                assert events[-1].finish_reasons == ("cancelled",)
-                assert text_of(events) == answer_to("full", events[-1].usage.completion_tokens)
 
 
 async def test_a_full_server_still_ends_what_is_cancelled_late_or_done() -> None:
@@ -197,10 +141,6 @@ def _catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:")]
     return bool(int(line.split()[1], 16) & 1 << (number - 1))
-
-
-async def _longer(client: redis.asyncio.Redis, request_id: str, length: int) -> bool:
-    return await client.xlen(KEYS.events(request_id)) > length
 
 
 async def test_what_a_worker_says_of_itself(redis_url: str, client: redis.asyncio.Redis) -> None:

@@ -68,6 +68,11 @@ WAITING: dict[str, Breaker] = {
     "enqueued-at-nan": _field("enqueued_at_ms", "nan"),
     "enqueued-at-negative": _field("enqueued_at_ms", "-1"),
     "expires-at-infinite": _field("expires_at_ms", "inf"),
+    "order-a-word": _field("order", "abc"),
+    "priority-infinite": _field("priority", "inf"),
+    "estimate-nan": _field("estimate", "nan"),
+    "choices-a-word": _field("choices", "abc"),
+    "losses-endless": _field("losses", "9" * 400),
     "last-id-the-largest": _entry(MAX_ID),
     "last-id-past-all-counting": _entry(f"{2**63}-0"),
     "last-id-deleted": _entry(f"{2**63}-0", deleted=True),
@@ -150,17 +155,37 @@ class TestARunningJob:
         else:
             await ended_as_broken(wire)
 
-    async def test_does_not_hold_up_a_sweep(self, wire: Wire, broken: Breaker) -> None:
+    async def test_does_not_hold_up_a_takeover(self, wire: Wire, broken: Breaker) -> None:
         for request_id in ("before", "bad", "after"):
             await wire.enqueue(request_id)
         await wire.claim(slots=3)
         for request_id in ("before", "bad", "after"):
             await wire.lapse(request_id)
         await broken(wire)
-        assert await wire.claim(slots=3) == []
-        for request_id in ("before", "bad", "after"):
-            assert (await wire.types(request_id))[-1] == "failed"
-            assert await wire.job_keys(request_id) == set()
+        jobs = await wire.claim(slots=3)
+        assert {(job.request_id, job.attempt) for job in jobs} == {("before", 2), ("after", 2)}
+        assert await wire.publish(*(following(job) for job in jobs)) == ["ok", "ok"]
+        await ended_as_broken(wire)
+
+    async def test_is_not_kept_by_an_owner_who_wants_it_back(self, wire: Wire, broken: Breaker) -> None:
+        job = await wire.claimed("bad")
+        await wire.lapse("bad")
+        await broken(wire)
+        await wire.reacquire(job)
+        await wire.worker.renew([("bad", job.token)], lease_ms=60_000)
+        await ended_as_broken(wire)
+
+    async def test_is_not_handed_back(self, wire: Wire, broken: Breaker) -> None:
+        job = await wire.claimed("bad")
+        await broken(wire)
+        await wire.hand_back(job)
+        await wire.claim()
+        assert await wire.job_keys("bad") == set()
+
+    async def test_may_have_a_reader(self, wire: Wire, broken: Breaker) -> None:
+        await wire.claimed("bad", cancel_on_disconnect=True)
+        await broken(wire)
+        await wire.producer.touch_reader("bad")
 
 
 async def test_a_lease_without_an_end_is_none(wire: Wire) -> None:
@@ -170,8 +195,18 @@ async def test_a_lease_without_an_end_is_none(wire: Wire) -> None:
     assert [job.request_id for job in await wire.claim()] == ["bad"]
     await wire.redis.persist(wire.keys.lease("bad"))
     await wire.redis.zadd(wire.keys.running, {"bad": 1})
-    await wire.claim()
-    assert (await wire.types("bad"))[-1] == "failed"
+    assert [(job.request_id, job.attempt) for job in await wire.claim()] == [("bad", 2)]
+
+
+@pytest.mark.parametrize(("field", "value"), [("charge", "abc"), ("charge", "nan"), ("choices", "1e300")])
+async def test_a_field_that_only_some_scripts_use_is_no_hindrance(wire: Wire, field: str, value: str) -> None:
+    await wire.enqueue("odd")
+    await wire.redis.hset(wire.keys.job("odd"), field, value)
+    (job,) = await wire.claim()
+    assert job.request_id == "odd"
+    await wire.hand_back(job)
+    assert await wire.producer.cancel("odd") == "cancelled"
+    assert await wire.job_keys("odd") == set()
 
 
 @pytest.mark.parametrize("request_id", [b"\xff", b"a b", b"x" * 65])

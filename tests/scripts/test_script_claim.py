@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from arq.connections import ArqRedis
@@ -39,6 +38,15 @@ async def test_jobs_are_served_first_come_first_served_up_to_the_free_slots(wire
     assert await wire.claim(slots=0) == []
     assert [job.request_id for job in await wire.claim(slots=10)] == ["job-2", "job-3", "job-4"]
     assert await wire.claim(slots=10) == []
+
+
+async def test_one_call_takes_a_bounded_number_and_wakes_somebody_for_the_rest(wire: Wire) -> None:
+    for number in range(200):
+        await wire.enqueue(f"job-{number}")
+    await wire.redis.delete(wire.keys.bell)
+    assert len(await wire.claim(slots=4096)) == 128
+    assert await wire.redis.llen(wire.keys.bell) == 1
+    assert len(await wire.claim(slots=4096)) == 72
 
 
 async def test_a_claim_renews_the_lifetimes_of_a_job_that_has_waited_long(wire: Wire) -> None:
@@ -198,87 +206,6 @@ class TestWhatMustNotRun:
         assert [job.request_id for job in await other.claim()] == ["a"]
 
 
-class TestLapsedLeases:
-    async def test_a_sweep_ends_what_its_worker_has_left(self, wire: Wire) -> None:
-        job = await wire.claimed("a")
-        assert await wire.publish(following(job)) == ["ok"]
-        await wire.lapse("a")
-
-        assert await wire.claim(sweep=True) == []
-
-        assert await wire.types("a") == ["queued", "started", "delta", "failed"]
-        failed = (await wire.events("a"))[-1]
-        assert isinstance(failed, Failed) and failed.code is ErrorCode.ATTEMPTS_EXHAUSTED and failed.attempts == 1
-        assert await wire.job_keys("a") == set()
-        assert await wire.publish(following(job, 2)) == ["fenced"]
-
-    async def test_without_a_sweep_they_stay(self, wire: Wire) -> None:
-        await wire.claimed("a")
-        await wire.lapse("a")
-        assert await wire.claim(sweep=False) == []
-        assert await wire.types("a") == ["queued", "started"]
-
-    async def test_a_lease_that_really_runs_out_is_swept_within_its_length(self, wire: Wire) -> None:
-        await wire.enqueue("a")
-        await wire.claim(lease_ms=50)
-        end = time.monotonic() + 10
-        while (await wire.types("a"))[-1] != "failed":
-            assert time.monotonic() < end
-            assert await wire.claim(sweep=True) == []
-            await asyncio.sleep(0.005)
-
-    async def test_a_live_lease_is_never_swept(self, wire: Wire) -> None:
-        """`running` says that it is over, the lease itself says that it is not: the lease is right."""
-        job = await wire.claimed("a")
-        await wire.redis.zadd(wire.keys.running, {"a": 1})
-        assert await wire.claim(sweep=True) == []
-        seconds, _ = await wire.redis.time()
-        assert await wire.redis.zscore(wire.keys.running, "a") > seconds * 1000
-        assert await wire.publish(following(job)) == ["ok"]
-
-    async def test_a_lapsed_job_that_was_cancelled_ends_as_cancelled(self, wire: Wire) -> None:
-        await wire.claimed("a")
-        assert await wire.producer.cancel("a") == "requested"
-        await wire.lapse("a")
-        await wire.claim(sweep=True)
-        assert (await wire.events("a"))[-1] == Finished(finish_reasons=(FinishReason.CANCELLED,))
-
-    async def test_a_worker_passes_by_what_it_still_runs(self, wire: Wire) -> None:
-        """Its own lease lapsed, the job was ended and came again, and its engine has not let go of the first."""
-        await wire.claimed("a")
-        await wire.lapse("a")
-        assert await wire.claim(exclude=["a"]) == []
-        assert await wire.types("a") == ["queued", "started"]
-        assert await wire.producer.cancel("a") == "cancelled"
-        await wire.enqueue("a")
-        await wire.enqueue("b")
-        assert [job.request_id for job in await wire.claim(slots=5, exclude=["a"])] == ["b"]
-        assert [job.request_id for job in await wire.claim(slots=5)] == ["a"]
-
-    async def test_one_sweep_ends_a_bounded_number(self, wire: Wire) -> None:
-        for number in range(150):
-            await wire.enqueue(f"job-{number}")
-        await wire.claim(slots=150)
-        for number in range(150):
-            await wire.lapse(f"job-{number}")
-        left = []
-        while not left or left[-1]:
-            await wire.claim(slots=1)
-            left.append(await wire.redis.zcard(wire.keys.running))
-        assert left == [49, 0]
-
-    async def test_an_id_that_another_model_has_taken_over_is_not_this_models_to_end(self, wire: Wire) -> None:
-        await wire.claimed("a")
-        await wire.lapse("a")
-        await wire.redis.delete(wire.keys.payload("a"), wire.keys.job("a"), wire.keys.events("a"))
-        other = Wire(wire.redis, Keys("other"))
-        await other.enqueue("a")
-        await wire.claim()
-        assert await wire.redis.zcard(wire.keys.running) == 0
-        assert await wire.types("a") == ["queued"]
-        assert [job.request_id for job in await other.claim()] == ["a"]
-
-
 class TestPlainProducers:
     async def test_an_arq_job_becomes_a_job_of_ours(self, wire: Wire) -> None:
         arq = ArqRedis(wire.redis.connection_pool, job_serializer=encode_json, default_queue_name=wire.keys.queue)
@@ -299,11 +226,32 @@ class TestPlainProducers:
         assert await wire.worker.finish(following(job, kind="finished")) == "ok"
         assert await wire.job_keys("plain") == set()
 
-    async def test_they_keep_their_place_between_ours(self, wire: Wire) -> None:
+    async def test_a_claim_gives_them_their_place_behind_what_waits(self, wire: Wire) -> None:
         await wire.enqueue("first")
         await wire.enqueue_plain("second")
         await wire.enqueue("third")
-        assert [job.request_id for job in await wire.claim(slots=3)] == ["first", "second", "third"]
+        assert await wire.order() == ["first", "third", "second"], "its score is a time, behind every place"
+        assert await wire.claim(slots=0) == []
+        await wire.enqueue("fourth")
+        assert [job.request_id for job in await wire.claim(slots=4)] == ["first", "third", "second", "fourth"]
+
+    async def test_a_steady_stream_of_ours_never_holds_them_up(self, wire: Wire) -> None:
+        await wire.enqueue("0")
+        await wire.enqueue_plain("plain")
+        claimed = []
+        for number in range(1, 5):
+            claimed += [job.request_id for job in await wire.claim()]
+            await wire.enqueue(str(number))
+        assert claimed == ["0", "plain", "1", "2"]
+
+    async def test_one_claim_places_a_bounded_number(self, wire: Wire) -> None:
+        for number in range(150):
+            await wire.enqueue_plain(f"job-{number}")
+        left = []
+        for _ in range(2):
+            await wire.claim(slots=0)
+            left.append(await wire.redis.zcount(wire.keys.queue, 10**11, "+inf"))
+        assert left == [50, 0]
 
     async def test_where_they_are_refused_they_end_with_the_reason(self, wire: Wire) -> None:
         await wire.enqueue_plain("plain")
@@ -317,7 +265,7 @@ class TestPlainProducers:
     async def test_an_id_that_is_none_ends_alone(self, wire: Wire, request_id: str | bytes) -> None:
         name = request_id if isinstance(request_id, bytes) else request_id.encode()
         await wire.redis.psetex(b"arq:job:" + name, 60_000, b"{}")
-        await wire.redis.zadd(wire.keys.queue, {name: 1})
+        await wire.redis.zadd(wire.keys.queue, {name: -1})
         await wire.enqueue("healthy")
         assert [job.request_id for job in await wire.claim()] == ["healthy"]
         entries = await wire.redis.xrange(b"inferq:" + name + b":events")
@@ -334,7 +282,7 @@ class TestPlainProducers:
 
     async def test_a_score_that_is_no_time_is_no_waiting_time(self, wire: Wire) -> None:
         """arq's own clients write such a score to bring a job to the front."""
-        await wire.enqueue("ours")
+        await wire.enqueue("ours", estimate=5000)
         await wire.enqueue_plain("front", score=1)
         (job,) = await wire.claim()
         assert job.request_id == "front" and job.queue_ms < 60_000

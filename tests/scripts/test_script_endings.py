@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from support.waiting import wait_until
-from support.wire import Wire, following
+from support.wire import Wire, after, following
 
 from inferq.producer.contract import JOB_TTL_MS, RESULT_TTL_MS, Keys
 from inferq.producer.events import Finished, FinishReason
@@ -160,6 +160,17 @@ class TestExpire:
         assert (await wire.events("a"))[-1] == CANCELLED
         assert await wire.types("c") == ["queued", "started"]
 
+    async def test_wakes_a_worker_for_what_another_has_left(self, wire: Wire) -> None:
+        """However seldom an idle worker looks at the queue: every worker runs this each second."""
+        await wire.claimed("a")
+        await wire.redis.delete(wire.keys.bell)
+        assert await wire.producer.expire() == []
+        assert not await wire.redis.exists(wire.keys.bell)
+        await wire.lapse("a")
+        assert await wire.producer.expire() == []
+        assert await wire.redis.llen(wire.keys.bell) == 1
+        assert await wire.types("a") == ["queued", "started"]
+
     async def test_looks_at_no_more_than_its_limit(self, wire: Wire) -> None:
         for number in range(7):
             await wire.enqueue(f"job-{number}", deadline_ms=60_000)
@@ -182,10 +193,11 @@ class TestExpire:
         assert await wire.redis.zcard(wire.keys.deadlines) == 0
 
 
-ENDERS = ("cancel", "finish", "claim", "expire")
+STEPS = ("cancel", "finish", "claim", "expire", "reacquire", "hand_back")
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(ENDERS)), ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", list(itertools.permutations(STEPS, 4)), ids="-".join)
 @pytest.mark.parametrize("lapsed", [False, True], ids=["leased", "lapsed"])
 async def test_in_any_order_of_enders_a_job_ends_once(wire: Wire, lapsed: bool, order: tuple[str, ...]) -> None:
     """A leased job is its owner's to end, a lapsed one is anybody else's; whoever comes later changes nothing."""
@@ -193,16 +205,25 @@ async def test_in_any_order_of_enders_a_job_ends_once(wire: Wire, lapsed: bool, 
     await wire.pass_deadline("a")
     if lapsed:
         await wire.lapse("a")
-    enders = {
-        "cancel": lambda: wire.producer.cancel("a"),
-        "finish": lambda: wire.worker.finish(following(job, kind="finished")),
-        "claim": lambda: wire.claim(sweep=True),
-        "expire": lambda: wire.producer.expire(),
-    }
-    may_end = {"cancel", "claim", "expire"} if lapsed else {"finish"}
-    ended = False
-    for name in order:
-        await enders[name]()
-        ended = ended or name in may_end
-        assert await wire.types("a") == ["queued", "started", *["finished"] * ended]
+    started, ended = 1, False
+    for step in order:
+        may_end = ("cancel", "claim", "expire") if lapsed else ("finish", "hand_back")
+        match step:
+            case "cancel":
+                await wire.producer.cancel("a")
+            case "finish":
+                await wire.worker.finish(following(job, kind="finished"))
+            case "claim":
+                assert await wire.claim() == []
+            case "expire":
+                await wire.producer.expire()
+            case "hand_back":
+                await wire.hand_back(job)
+            case "reacquire":
+                got = await wire.reacquire(job)
+                assert (got is None) is ended
+                if got is not None:
+                    job, started, lapsed = after(job, got), started + 1, False
+        ended = ended or step in may_end
+        assert await wire.types("a") == ["queued", *["started"] * started, *["finished"] * ended]
         assert (await wire.job_keys("a") == set()) is ended

@@ -8,7 +8,7 @@ import pytest
 from support.wire import Wire, following
 
 from inferq.producer.contract import JOB_TTL_MS
-from inferq.producer.errors import DuplicateRequest, QueueFull
+from inferq.producer.errors import DuplicateRequest, IdempotencyConflict, QueueFull
 from inferq.producer.events import Queued
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -16,7 +16,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 async def test_an_accepted_job_stands_everywhere_where_scripts_look_for_it(wire: Wire) -> None:
     enqueued = await wire.enqueue(
-        "a", b'{"p":1}', priority=3, tenant="acme", trace=TRACE, fingerprint="f00d", estimate=7, deadline_ms=60_000
+        "a", b'{"p":1}', priority=3, tenant="acme", trace=TRACE, fingerprint="f00d", estimate=7000, deadline_ms=60_000
     )
 
     assert enqueued.position == 0
@@ -27,17 +27,20 @@ async def test_an_accepted_job_stands_everywhere_where_scripts_look_for_it(wire:
     order = await wire.redis.zscore(wire.keys.queue, "a")
     assert float(job.pop("order")) == order
     assert len(job.pop("submission")) == 32
-    enqueued_at_ms = int(order)
+    assert order == 7 - 3 * 10_000
+    enqueued_at_ms = int(job["enqueued_at_ms"])
+    assert abs(enqueued_at_ms - await wire.now_ms()) < 60_000
     assert job == {
         "model": "tiny",
         "generation": str(enqueued.generation),
         "enqueued_at_ms": str(enqueued_at_ms),
         "expires_at_ms": str(enqueued_at_ms + 60_000),
         "attempts": "0",
-        "crashes": "0",
+        "charge": "7.000000",
+        "choices": "1",
         "priority": "3",
         "tenant": "acme",
-        "estimate": "7",
+        "estimate": "7000",
         "fingerprint": "f00d",
     }
     assert await wire.redis.zscore(wire.keys.deadlines, "a") == enqueued_at_ms + 60_000
@@ -202,3 +205,63 @@ async def test_nothing_of_an_older_job_of_the_id_is_left(wire: Wire) -> None:
 
     assert await wire.job_keys("a") == {"job", "payload", "queue"}
     assert [job.request_id for job in await wire.claim()] == ["a"]
+
+
+class TestIdempotency:
+    async def test_a_repeat_finds_the_job_that_is_there(self, wire: Wire) -> None:
+        first = await wire.enqueue("a", b"1", fingerprint="f1", idempotent=True)
+        assert first.created
+        await wire.enqueue("b")
+        before = await wire.everything()
+        again = await wire.enqueue("a", b"1", fingerprint="f1", idempotent=True)
+        assert (again.created, again.generation, again.entry_id) == (False, first.generation, first.entry_id)
+        assert again.position == 0
+        assert await wire.everything() == before
+
+    async def test_it_finds_it_while_it_runs_and_after_its_end(self, wire: Wire) -> None:
+        job = await wire.claimed("a", fingerprint="f1", idempotent=True)
+        for _ in range(2):
+            before = await wire.everything()
+            again = await wire.enqueue("a", fingerprint="f1", idempotent=True)
+            assert (again.created, again.generation) == (False, job.generation)
+            assert await wire.everything() == before
+            await wire.worker.finish(following(job, kind="finished"))
+
+    async def test_it_finds_it_also_at_the_bound_of_the_backlog_and_twice(self, wire: Wire) -> None:
+        await wire.enqueue("a", fingerprint="f1", idempotent=True, max_backlog=1)
+        for _ in range(2):
+            assert not (await wire.enqueue("a", fingerprint="f1", idempotent=True, max_backlog=1)).created
+
+    async def test_another_request_is_a_conflict_as_long_as_the_first_is_known(self, wire: Wire) -> None:
+        job = await wire.claimed("a", fingerprint="f1", idempotent=True)
+        for _ in range(2):
+            before = await wire.everything()
+            with pytest.raises(IdempotencyConflict):
+                await wire.enqueue("a", fingerprint="f2", idempotent=True)
+            assert await wire.everything() == before
+            await wire.worker.finish(following(job, kind="finished"))
+
+    async def test_when_the_stream_has_expired_the_key_begins_anew(self, wire: Wire) -> None:
+        job = await wire.claimed("a", fingerprint="f1", idempotent=True)
+        await wire.worker.finish(following(job, kind="finished"))
+        await wire.redis.delete(wire.keys.events("a"))
+        assert (await wire.enqueue("a", fingerprint="f2", idempotent=True)).created
+
+    async def test_what_the_first_request_was_is_known_from_itself_alone(self, wire: Wire) -> None:
+        """Of a stream that says nothing of it nobody can tell: better no answer than another request's."""
+        job = await wire.claimed("a", fingerprint="f1")
+        await wire.worker.finish(following(job, kind="finished"))
+        with pytest.raises(IdempotencyConflict):
+            await wire.enqueue("a", fingerprint="f1", idempotent=True)
+
+    async def test_of_many_at_once_one_is_created(self, wire: Wire) -> None:
+        submissions = (wire.enqueue("a", fingerprint="f1", idempotent=True) for _ in range(20))
+        accepted = await asyncio.gather(*submissions)
+        assert sum(each.created for each in accepted) == 1
+        assert len({each.entry_id for each in accepted}) == 1
+        assert await wire.types("a") == ["queued"]
+
+    async def test_a_plain_arq_job_of_that_id_is_a_duplicate(self, wire: Wire) -> None:
+        await wire.enqueue_plain("a")
+        with pytest.raises(DuplicateRequest):
+            await wire.enqueue("a", fingerprint="f1", idempotent=True)

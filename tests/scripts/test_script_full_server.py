@@ -11,7 +11,7 @@ from support.servers import valkey
 from support.wire import Wire, following
 
 from inferq.producer.events import Finished, FinishReason
-from inferq.worker.commands import Renewed
+from inferq.worker.commands import DeadLetter, Renewed
 
 
 @pytest.fixture
@@ -122,16 +122,90 @@ async def test_cancelling_works(small: Wire) -> None:
     assert await small.worker.renew([("running", running.token)], lease_ms=5000) == Renewed(["running"], [])
 
 
-async def test_expiring_and_sweeping_work(small: Wire) -> None:
-    await small.claimed("lapsed")
-    await small.lapse("lapsed")
+async def test_what_must_end_without_an_owner_ends(small: Wire) -> None:
+    await small.claimed("exhausted", payload=b"x" * 10_000)
+    await small.lapse("exhausted")
     await small.enqueue("late", deadline_ms=60_000)
     await small.pass_deadline("late")
+    await small.enqueue("unread", cancel_on_disconnect=True)
+    await small.producer.touch_reader("unread")
+    await small.redis.delete(small.keys.reader("unread"))
+    await small.redis.zadd(small.keys.deadlines, {"unread": 2})
     await fill(small)
-    assert await small.producer.expire() == ["late"]
+    assert await small.producer.expire() == ["late", "unread"]
     assert (await small.events("late"))[-1] == Finished(finish_reasons=(FinishReason.DEADLINE,))
-    assert await small.claim() == []
-    assert await small.types("lapsed") == ["queued", "started", "failed"]
+    assert await small.claim(max_attempts=1) == []
+    assert await small.types("exhausted") == ["queued", "started", "failed"]
+    assert [letter.request_id for letter in await small.producer.dead_list()] == ["exhausted"]
+
+
+async def test_a_dead_letter_is_written(small: Wire) -> None:
+    job = await small.claimed("a")
+    await fill(small)
+    assert await small.worker.finish(following(job, kind="failed"), dead=DeadLetter("engine_crashed", 1)) == "ok"
+    assert await small.types("a") == ["queued", "started", "failed"]
+    assert await small.redis.exists(small.keys.dead_payload("a"))
+
+
+async def test_a_job_can_be_handed_back(small: Wire) -> None:
+    job = await small.claimed("a")
+    await fill(small)
+    assert await small.hand_back(job) == "ok"
+    assert await small.job_keys("a") == {"job", "payload", "queue"}
+
+
+async def test_readers_stay_present_and_looks_are_put_off(small: Wire) -> None:
+    await small.enqueue("a", cancel_on_disconnect=True)
+    await small.producer.touch_reader("a")
+    await small.redis.pexpire(small.keys.reader("a"), 15_000)
+    await small.redis.zadd(small.keys.deadlines, {"a": 1})
+    await fill(small)
+    assert await small.producer.expire() == []
+    assert await small.redis.zscore(small.keys.deadlines, "a") > await small.now_ms()
+    assert await small.producer.touch_reader("a")
+    assert await small.redis.pttl(small.keys.reader("a")) > 15_000
+
+
+async def test_a_takeover_is_refused_and_costs_nothing(small: Wire) -> None:
+    await small.claimed("a")
+    await small.lapse("a")
+    await fill(small)
+    for hash_is_lost in (False, True):
+        if hash_is_lost:
+            await small.redis.delete(small.keys.job("a"))
+        before = await small.everything()
+        with pytest.raises(OutOfMemoryError):
+            await small.claim()
+        assert await small.everything() == before
+    await make_room(small)
+    assert len(await small.claim()) == 1
+
+
+async def test_a_reacquire_is_refused_and_works_when_there_is_room(small: Wire) -> None:
+    job = await small.claimed("a")
+    await small.lapse("a")
+    await fill(small)
+    before = await small.everything()
+    with pytest.raises(OutOfMemoryError):
+        await small.reacquire(job)
+    assert await small.everything() == before
+    await make_room(small)
+    assert await small.reacquire(job) is not None
+
+
+async def test_a_look_at_lapsed_leases_does_not_fail(small: Wire) -> None:
+    """It would wake a worker, and cannot."""
+    await small.claimed("a")
+    await small.lapse("a")
+    await small.redis.delete(small.keys.bell)
+    await fill(small)
+    assert await small.producer.expire() == []
+
+
+async def test_an_idempotent_repeat_is_answered(small: Wire) -> None:
+    first = await small.enqueue("a", fingerprint="f", idempotent=True)
+    await fill(small)
+    assert (await small.enqueue("a", fingerprint="f", idempotent=True)).generation == first.generation
 
 
 @pytest.mark.parametrize("plain", [False, True])

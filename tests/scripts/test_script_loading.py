@@ -14,6 +14,7 @@ import inferq.worker
 from inferq.producer import contract
 from inferq.producer.contract import Keys
 from inferq.producer.lua import load_script
+from inferq.worker.commands import DeadLetter
 
 FOLDERS = [Path(package.__path__[0]) / "scripts" for package in (inferq.producer, inferq.worker)]
 SCRIPTS = [(path.parent, path.stem) for folder in FOLDERS for path in sorted(folder.glob("*.lua"))]
@@ -21,12 +22,14 @@ SCRIPTS = [(path.parent, path.stem) for folder in FOLDERS for path in sorted(fol
 
 def test_all_scripts_are_there() -> None:
     names = {name for _, name in SCRIPTS}
-    assert names == {"common", "enqueue", "cancel", "expire", "claim", "renew", "publish", "finish", "beat"}
+    producer = {"common", "enqueue", "cancel", "expire", "touch"}
+    assert names == producer | {"shared", "claim", "renew", "publish", "finish", "reacquire", "handback", "beat"}
 
 
 @pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])
 async def test_a_script_compiles_on_the_server(wire: Wire, folder: Path, name: str) -> None:
-    text = load_script(folder, name) if name != "common" else load_script(folder, "cancel")
+    own = {"common": "cancel", "shared": "finish"}.get(name, name)
+    text = load_script(folder, own)
     assert len(await wire.redis.script_load(text)) == 40
 
 
@@ -34,7 +37,8 @@ async def test_a_script_compiles_on_the_server(wire: Wire, folder: Path, name: s
 def test_lifetimes_are_written_in_the_contract_alone(folder: Path, name: str) -> None:
     text = (folder / f"{name}.lua").read_text()
     numbers = {int(number) for number in re.findall(r"\b\d+\b", re.sub(r"--.*", "", text))}
-    lifetimes = {contract.JOB_TTL_MS, contract.RESULT_TTL_MS, contract.BELL_TTL_S, 86400, 3600}
+    lifetimes = {contract.JOB_TTL_MS, contract.RESULT_TTL_MS, contract.READER_TTL_MS, contract.DEAD_TTL_MS}
+    lifetimes |= {contract.BELL_TTL_S, 86400, 3600}
     # A request id has as many characters as the bell has places.
     assert not numbers & (lifetimes | ({contract.BELL_LENGTH} if name != "claim" else set()))
 
@@ -43,7 +47,11 @@ async def test_they_name_keys_as_the_contract_does(wire: Wire) -> None:
     """Under another prefix and model: what exists is what `Keys` names, and nothing else."""
     keys = Keys("some.model", prefix="team-7")
     team = Wire(wire.redis, keys)
-    await team.enqueue("waiting", deadline_ms=60_000)
+    await team.enqueue("dying")
+    (job,) = await team.claim()
+    await team.worker.finish(following(job, kind="failed"), dead=DeadLetter("engine_crashed", 1))
+    await team.enqueue("waiting", deadline_ms=60_000, cancel_on_disconnect=True)
+    await team.producer.touch_reader("waiting")
     await team.enqueue("running")
     (job,) = await team.claim(exclude=["waiting"])
     await team.producer.cancel("running")
@@ -51,7 +59,8 @@ async def test_they_name_keys_as_the_contract_does(wire: Wire) -> None:
     await team.enqueue("ended")
     await team.producer.cancel("ended")
 
-    expected = {keys.queue, keys.running, keys.deadlines, keys.bell}
+    expected = {keys.queue, keys.running, keys.deadlines, keys.bell, keys.vtime, keys.dead}
+    expected |= {keys.events("dying"), keys.dead_payload("dying"), keys.reader("waiting")}
     expected |= {keys.job("waiting"), keys.payload("waiting"), keys.events("waiting")}
     expected |= {keys.job("running"), keys.payload("running"), keys.events("running")}
     expected |= {keys.lease("running"), keys.cancel("running"), keys.events("ended")}

@@ -16,14 +16,17 @@ import redis.asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from support.wire import Wire, following
+from support.wire import Wire, after, following
 
 from inferq.producer.errors import DuplicateRequest, QueueFull
-from inferq.worker.commands import Claimed, Entry, Renewed
+from inferq.producer.events import decode_event
+from inferq.worker.commands import Claimed, DeadLetter, Entry, Renewed
 
 T = TypeVar("T")
 IDS = ("a", "b", "c", "d")
 MAX_BACKLOG = 3
+MAX_ATTEMPTS = 3
+FREE_LOSSES = 10
 TERMINAL = ("finished", "failed")
 WAITING, LEASED, LAPSED, ENDED, ABSENT = "waiting", "leased", "lapsed", "ended", "absent"
 
@@ -32,13 +35,21 @@ request_ids = st.sampled_from(IDS)
 
 @dataclass
 class Job:
-    """What the model knows of an id."""
+    """What the model knows of an id. `place` is its virtual finish; a plain producer's job has none before a claim."""
 
     state: str = ABSENT
     stream: list[str] = field(default_factory=list)
+    place: int | None = None
     owner: str | None = None
+    handed_back_by: str | None = None
+    attempts: int = 0
+    losses: int = 0
+    tokens: int = 0
     plain: bool = False
-    cancelled: bool = False
+    cancel_key: bool = False
+    armed: bool = False
+    watched: bool = False
+    has_reader: bool = False
     overdue: bool = False
     has_deadline: bool = False
     has_payload: bool = True
@@ -47,8 +58,39 @@ class Job:
     def lives(self) -> bool:
         return self.state in (WAITING, LEASED, LAPSED)
 
+    @property
+    def cancelled(self) -> bool:
+        return self.cancel_key or (self.armed and not self.has_reader)
+
+    @property
+    def ending(self) -> str | None:
+        """The terminal entry that it gets from whoever comes for it, if it has to end."""
+        if self.cancelled or self.overdue:
+            return "finished"
+        return None if self.has_payload else "failed"
+
+    def adopt(self) -> None:
+        if self.plain:
+            self.plain, self.stream = False, ["queued"]
+
     def end(self, kind: str) -> None:
         self.__init__(state=ENDED, stream=[*self.stream, kind])
+
+    def keys(self) -> set[str]:
+        """What exists of it besides its stream."""
+        if not self.lives:
+            return set()
+        present = {
+            "queue": self.state == WAITING,
+            "running": self.state != WAITING,
+            "job": not self.plain,
+            "payload": self.has_payload,
+            "lease": self.state == LEASED,
+            "cancel": self.cancel_key,
+            "reader": self.has_reader,
+            "deadlines": self.has_deadline or self.armed,
+        }
+        return {name for name, there in present.items() if there}
 
 
 @dataclass
@@ -63,6 +105,29 @@ class Owner:
         return following(self.job, self.written + 1, kind=kind)
 
 
+class Places:
+    """The virtual time of the one tenant that all jobs here are of; each job costs 1."""
+
+    def __init__(self) -> None:
+        self.now, self.last = 0, None
+
+    def next(self) -> int:
+        self.last = max(self.now, self.last or 0) + 1
+        return self.last
+
+    def refund(self) -> None:
+        if self.last is not None:
+            self.last -= 1
+
+    def served(self, place: int) -> None:
+        self.now = max(self.now, place)
+
+    def forget(self) -> None:
+        """What lies behind the virtual time."""
+        if self.last is not None and self.last <= self.now:
+            self.last = None
+
+
 class Protocol(RuleBasedStateMachine):
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -70,8 +135,10 @@ class Protocol(RuleBasedStateMachine):
         self.wire = Wire(redis.asyncio.Redis.from_url(url))
         self.run(self.wire.redis.flushdb())
         self.jobs = {request_id: Job() for request_id in IDS}
-        self.order: list[str] = []
+        self.places = Places()
+        self.unplaced: list[str] = []
         self.owners: list[Owner] = []
+        self.dead: list[str] = []
         self.tops: dict[str, tuple[int, int]] = {}
 
     def run(self, call: Awaitable[T]) -> T:
@@ -86,28 +153,29 @@ class Protocol(RuleBasedStateMachine):
 
     # What producers do.
 
-    @rule(request_id=request_ids, deadline=st.booleans())
-    def enqueue(self, request_id: str, deadline: bool) -> None:
+    @rule(request_id=request_ids, deadline=st.booleans(), watched=st.booleans())
+    def enqueue(self, request_id: str, deadline: bool, watched: bool) -> None:
         job = self.jobs[request_id]
         options = {"deadline_ms": 3_600_000 if deadline else None, "max_backlog": MAX_BACKLOG}
+        options |= {"cancel_on_disconnect": watched}
         if job.lives:
             with pytest.raises(DuplicateRequest):
                 self.run(self.wire.enqueue(request_id, **options))
-        elif len(self.order) >= MAX_BACKLOG:
+        elif len(self.order()) >= MAX_BACKLOG:
             with pytest.raises(QueueFull):
                 self.run(self.wire.enqueue(request_id, **options))
         else:
+            place = self.places.next()
             accepted = self.run(self.wire.enqueue(request_id, **options))
-            assert accepted.position == len(self.order)
-            self.order.append(request_id)
-            self.jobs[request_id] = Job(WAITING, ["queued"], has_deadline=deadline)
+            self.jobs[request_id] = Job(WAITING, ["queued"], place, has_deadline=deadline, watched=watched)
+            assert accepted.position == self.order().index(request_id)
 
     @rule(request_id=request_ids)
     def enqueue_plain(self, request_id: str) -> None:
         if self.jobs[request_id].lives:
             return  # arq's client looks for the payload, as ours does
         self.run(self.wire.enqueue_plain(request_id))
-        self.order.append(request_id)
+        self.unplaced.append(request_id)
         self.jobs[request_id] = Job(WAITING, self.jobs[request_id].stream, plain=True)
 
     @rule(request_id=request_ids)
@@ -116,46 +184,39 @@ class Protocol(RuleBasedStateMachine):
         outcome = self.run(self.wire.producer.cancel(request_id))
         if job.state == LEASED:
             assert outcome == "requested"
-            job.cancelled = True
-        elif job.plain and not job.has_payload:
-            # Nothing but its place in the queue is left; the next claim tells whoever waits.
-            assert outcome == ("finished" if job.stream else "unknown")
+            job.cancel_key = True
         elif job.lives:
             assert outcome == "cancelled"
-            self.adopt(job)
+            job.adopt()
             self.settle(request_id, "finished")
         else:
             assert outcome == ("finished" if job.state == ENDED else "unknown")
 
+    @rule(request_id=request_ids)
+    def touch_reader(self, request_id: str) -> None:
+        job = self.jobs[request_id]
+        assert self.run(self.wire.producer.touch_reader(request_id)) is job.watched
+        if job.watched:
+            job.armed = job.has_reader = True
+
     # What workers do.
 
-    @rule(slots=st.integers(0, 4), sweep=st.booleans(), plain=st.booleans(), exclude=st.sets(request_ids, max_size=2))
-    def claim(self, slots: int, sweep: bool, plain: bool, exclude: set[str]) -> None:
-        claimed = self.run(self.wire.claim(slots, sweep=sweep, accept_plain=plain, exclude=exclude))
-        if sweep:
-            for request_id in IDS:
-                if self.jobs[request_id].state == LAPSED and request_id not in exclude:
-                    self.settle(request_id, self.ending(request_id) or "failed")
-        expected = []
-        for request_id in [each for each in self.order if each not in exclude]:
-            if len(expected) == slots:
-                break
-            job = self.jobs[request_id]
-            kind = self.ending(request_id)
-            if kind is None and job.plain and not plain:
-                kind = "failed"
-            if job.has_payload:
-                self.adopt(job)
-            if kind:
-                self.settle(request_id, kind)
-            else:
-                expected.append(request_id)
-                self.order.remove(request_id)
+    @rule(
+        slots=st.integers(0, 4),
+        takeover=st.booleans(),
+        grace=st.booleans(),
+        plain=st.booleans(),
+        exclude=st.sets(request_ids, max_size=2),
+    )
+    def claim(self, slots: int, takeover: bool, grace: bool, plain: bool, exclude: set[str]) -> None:
+        rules = {"takeover": takeover, "grace_end_ms": 2 if grace else 0, "max_attempts": MAX_ATTEMPTS}
+        claimed = self.run(self.wire.claim(slots, accept_plain=plain, exclude=exclude, **rules))
+        expected = self.take_lapsed(slots, grace, exclude) if takeover else []
+        self.place_plain(plain)
+        expected += self.take_waiting(slots - len(expected), exclude)
         assert [job.request_id for job in claimed] == expected
         for each in claimed:
-            job = self.jobs[each.request_id]
-            job.state, job.owner = LEASED, each.token
-            job.stream.append("started")
+            self.check_claimed(each)
             self.owners.append(Owner(each))
 
     @precondition(lambda self: self.owners)
@@ -164,24 +225,27 @@ class Protocol(RuleBasedStateMachine):
         owner = data.draw(st.sampled_from(self.owners))
         again = repeat and owner.last is not None
         entry = owner.last if again else owner.next(kind)
-        request_id = owner.job.request_id
-        job = self.jobs[request_id]
-        send = self.wire.worker.finish if entry.type in TERMINAL else self.publish_one
+        job = self.jobs[entry.request_id]
         stands = again and self.run(self.stands(entry))
-        outcome = self.run(send(entry))
+        outcome = self.run(self.send(entry))
         if stands:
             assert outcome == "ok"
-        elif job.state == LEASED and job.owner == owner.job.token:
+        elif self.holds(owner):
             assert outcome == "ok" and not again
             owner.written, owner.last = owner.written + 1, entry
-            if entry.type in TERMINAL:
-                self.settle(request_id, entry.type)
+            if entry.type == "delta":
+                job.stream.append("delta")
+                job.tokens += 1
             else:
-                job.stream.append(entry.type)
+                self.settle(entry.request_id, entry.type, dies=entry.type == "failed")
         else:
             assert outcome == "fenced"
 
-    async def publish_one(self, entry: Entry) -> Any:
+    async def send(self, entry: Entry) -> Any:
+        """A job that fails does so as a dead letter."""
+        if entry.type in TERMINAL:
+            dead = DeadLetter("engine_crashed", 1) if entry.type == "failed" else None
+            return await self.wire.worker.finish(entry, dead=dead)
         (outcome,) = await self.wire.publish(entry)
         return outcome
 
@@ -191,10 +255,42 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def renew(self) -> None:
         pairs = [(owner.job.request_id, owner.job.token) for owner in self.owners]
-        holding = [pair for pair in pairs if self.jobs[pair[0]].owner == pair[1]]
+        holding = [(owner.job.request_id, owner.job.token) for owner in self.owners if self.holds(owner)]
         cancelled = [request_id for request_id, _ in holding if self.jobs[request_id].cancelled]
         lost = [pair[0] for pair in pairs if pair not in holding]
         assert self.run(self.wire.worker.renew(pairs, lease_ms=60_000)) == Renewed(cancelled, lost)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def reacquire(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(self.owners))
+        request_id = owner.job.request_id
+        job = self.jobs[request_id]
+        newest = self.tops.get(request_id, (0, 0))[0]
+        free = job.state in (WAITING, LAPSED) and not job.plain and newest <= owner.job.epoch
+        got = self.run(self.wire.reacquire(owner.job))
+        assert (got is not None) is (self.holds(owner) or free)
+        if got is not None:
+            assert got.resumed_tokens == (job.tokens,) and got.epoch > newest
+            owner.job, owner.written = after(owner.job, got), 0
+            job.state, job.owner, job.handed_back_by = LEASED, owner.job.token, None
+            job.stream.append("started")
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def hand_back(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(self.owners))
+        job = self.jobs[owner.job.request_id]
+        outcome = self.run(self.wire.hand_back(owner.job, owner.written))
+        if not self.holds(owner):
+            given_back = job.lives and job.handed_back_by == owner.job.token
+            assert outcome == ("ok" if given_back else "fenced")
+            return
+        assert outcome == "ok"
+        if job.cancelled or job.overdue:
+            self.settle(owner.job.request_id, "finished")
+        else:
+            job.state, job.owner, job.handed_back_by = WAITING, None, owner.job.token
 
     @rule(only=st.none() | request_ids)
     def expire(self, only: str | None) -> None:
@@ -224,6 +320,13 @@ class Protocol(RuleBasedStateMachine):
             job.overdue = True
 
     @rule(request_id=request_ids)
+    def reader_leaves(self, request_id: str) -> None:
+        job = self.jobs[request_id]
+        if job.has_reader:
+            self.run(self.wire.reader_leaves(request_id))
+            job.has_reader = False
+
+    @rule(request_id=request_ids)
     def payload_is_lost(self, request_id: str) -> None:
         job = self.jobs[request_id]
         if job.lives and not job.plain:
@@ -236,20 +339,76 @@ class Protocol(RuleBasedStateMachine):
 
     # How the model changes.
 
-    def ending(self, request_id: str) -> str | None:
+    def holds(self, owner: Owner) -> bool:
+        job = self.jobs[owner.job.request_id]
+        return job.state == LEASED and job.owner == owner.job.token
+
+    def order(self) -> list[str]:
+        waiting = [each for each, job in self.jobs.items() if job.state == WAITING and job.place is not None]
+        return sorted(waiting, key=lambda each: (self.jobs[each].place, each)) + self.unplaced
+
+    def settle(self, request_id: str, kind: str, *, dies: bool = False) -> None:
         job = self.jobs[request_id]
-        if job.cancelled or job.overdue:
-            return "finished"
-        return None if job.has_payload else "failed"
+        if dies:
+            self.dead.append(request_id)
+        if request_id in self.unplaced:
+            self.unplaced.remove(request_id)
+        elif job.state == WAITING:
+            self.places.refund()
+        job.end(kind)
+        if not any(each.lives for each in self.jobs.values()):
+            self.places = Places()
 
-    def adopt(self, job: Job) -> None:
-        if job.plain:
-            job.plain, job.stream = False, ["queued"]
+    def take_lapsed(self, slots: int, grace: bool, exclude: set[str]) -> list[str]:
+        taken: list[str] = []
+        for request_id in IDS:
+            job = self.jobs[request_id]
+            if job.state != LAPSED or request_id in exclude:
+                continue
+            attempts = job.attempts + (not grace or job.losses >= FREE_LOSSES)
+            if job.ending:
+                self.settle(request_id, job.ending)
+            elif attempts >= MAX_ATTEMPTS:
+                self.settle(request_id, "failed", dies=True)
+            elif len(taken) < slots:
+                job.attempts, job.losses = attempts, job.losses + 1
+                taken.append(request_id)
+        return taken
 
-    def settle(self, request_id: str, kind: str) -> None:
-        self.jobs[request_id].end(kind)
-        if request_id in self.order:
-            self.order.remove(request_id)
+    def place_plain(self, accepted: bool) -> None:
+        for request_id in list(self.unplaced):
+            job = self.jobs[request_id]
+            job.adopt()
+            if accepted:
+                self.unplaced.remove(request_id)
+                job.place = self.places.next()
+            else:
+                self.settle(request_id, "failed")
+
+    def take_waiting(self, slots: int, exclude: set[str]) -> list[str]:
+        taken: list[str] = []
+        for request_id in [each for each in self.order() if each not in exclude]:
+            if len(taken) == slots:
+                break
+            job = self.jobs[request_id]
+            if job.ending:
+                self.settle(request_id, job.ending)
+            else:
+                taken.append(request_id)
+                job.state = LEASED
+        for request_id in taken:
+            self.places.served(self.jobs[request_id].place)
+        if taken:
+            self.places.forget()
+        return taken
+
+    def check_claimed(self, claimed: Claimed) -> None:
+        job = self.jobs[claimed.request_id]
+        assert claimed.attempt == job.attempts + 1
+        assert claimed.resumed is (job.stream != ["queued"])
+        assert claimed.resumed_tokens == (job.tokens,)
+        job.state, job.owner = LEASED, claimed.token
+        job.stream.append("started")
 
     # What must hold after each step.
 
@@ -259,38 +418,56 @@ class Protocol(RuleBasedStateMachine):
 
     async def compare(self) -> None:
         keys, server = self.wire.keys, self.wire.redis
-        assert [each.decode() for each in await server.zrange(keys.queue, 0, -1)] == self.order
-        for request_id, job in self.jobs.items():
-            assert await self.wire.job_keys(request_id) == self.expected_keys(job), request_id
-            types = await self.wire.types(request_id)
-            assert types == job.stream
-            assert sum(kind in TERMINAL for kind in types) == (job.state == ENDED or (job.plain and bool(types)))
-            assert not any(kind in TERMINAL for kind in types[:-1])
-            await self.check_ids(request_id)
-        for key in await server.keys("*"):
-            lifetime = await server.pttl(key)
-            assert (lifetime == -1) == (key.decode() in (keys.queue, keys.running, keys.deadlines)), key
+        sets = {"queue": keys.queue, "running": keys.running, "deadlines": keys.deadlines}
+        async with server.pipeline(transaction=True) as pipe:
+            for name in sets.values():
+                pipe.zrange(name, 0, -1)
+            for request_id in IDS:
+                pipe.xrange(keys.events(request_id))
+            pipe.xrange(keys.dead)
+            pipe.keys("*")
+            *answers, names = await pipe.execute()
+        members = {name: [each.decode() for each in answers.pop(0)] for name in sets}
+        assert members["queue"] == self.order()
+        for request_id, entries in zip(IDS, answers, strict=False):
+            self.check_job(request_id, {name.decode() for name in names}, members)
+            self.check_stream(request_id, entries)
+        assert [fields[b"id"].decode() for _, fields in answers[-1]] == self.dead
+        await self.check_lifetimes(names)
 
-    def expected_keys(self, job: Job) -> set[str]:
-        if not job.lives:
-            return set()
-        expected = {"queue"} if job.state == WAITING else {"running"}
-        present = {
-            "job": not job.plain,
-            "payload": job.has_payload,
-            "lease": job.state == LEASED,
-            "cancel": job.cancelled,
-            "deadlines": job.has_deadline,
-        }
-        return expected | {name for name, there in present.items() if there}
+    def check_job(self, request_id: str, names: set[str], members: dict[str, list[str]]) -> None:
+        keys = self.wire.keys
+        parts = {part: getattr(keys, part)(request_id) for part in ("job", "payload", "lease", "cancel", "reader")}
+        found = {part for part, key in parts.items() if key in names}
+        found |= {name for name, ids in members.items() if request_id in ids}
+        assert found == self.jobs[request_id].keys(), request_id
 
-    async def check_ids(self, request_id: str) -> None:
-        """Ids rise strictly, and the last of an id's stream never falls, whatever jobs followed each other."""
-        ids = [tuple(map(int, entry_id.split("-"))) for entry_id, _ in await self.wire.entries(request_id)]
+    def check_stream(self, request_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        """One terminal entry at most, and the last. Ids rise strictly, whatever jobs of an id followed each other.
+
+        Tokens follow each other without a gap and without a repeat, whoever wrote them.
+        """
+        job, events = self.jobs[request_id], [decode_event(fields) for _, fields in entries]
+        types = [event.type for event in events]
+        assert types == job.stream
+        assert sum(kind in TERMINAL for kind in types) == (job.state == ENDED or (job.plain and bool(types)))
+        assert not any(kind in TERMINAL for kind in types[:-1])
+        ids = [tuple(map(int, entry_id.split(b"-"))) for entry_id, _ in entries]
         assert ids == sorted(set(ids))
         if ids:
             assert self.tops.get(request_id, (0, 0)) <= ids[-1]
             self.tops[request_id] = ids[-1]
+        indexes = [event.index for event in events if event.type == "delta"]
+        assert indexes == list(range(len(indexes)))
+
+    async def check_lifetimes(self, names: list[bytes]) -> None:
+        keys = self.wire.keys
+        lasting = (keys.queue, keys.running, keys.deadlines, keys.vtime, keys.dead)
+        async with self.wire.redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.pttl(name)
+            for name, lifetime in zip(names, await pipe.execute(), strict=True):
+                assert (lifetime == -1) == (name.decode() in lasting), name
 
 
 def explore(url: str, examples: int, steps: int) -> None:

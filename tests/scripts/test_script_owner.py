@@ -10,11 +10,6 @@ from inferq.producer.contract import JOB_TTL_MS, RESULT_TTL_MS
 from inferq.worker.commands import Renewed
 
 
-async def everything(wire: Wire) -> dict[bytes, bytes | None]:
-    """The whole database, to show that a call changed nothing."""
-    return {key: await wire.redis.dump(key) for key in sorted(await wire.redis.keys("*"))}
-
-
 class TestPublish:
     async def test_entries_of_many_streams_go_out_in_one_call(self, wire: Wire) -> None:
         for request_id in "abc":
@@ -57,25 +52,25 @@ class TestPublish:
         job = await wire.claimed()
         batch = [following(job, 1), following(job, 2)]
         assert await wire.publish(*batch) == ["ok", "ok"]
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.publish(*batch) == ["ok", "ok"]
         assert await wire.publish(batch[1]) == ["ok"]
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_another_entry_under_the_same_id_is_not_a_repeat(self, wire: Wire) -> None:
         job = await wire.claimed()
         first = following(job)
         await wire.publish(first)
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.publish(dataclasses.replace(first, data='{"other":1}')) == ["moved"]
         assert await wire.publish(dataclasses.replace(first, type="prompt")) == ["moved"]
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_behind_an_unexpected_entry_nothing_is_appended(self, wire: Wire) -> None:
         job = await wire.claimed()
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.publish(following(job, 2)) == ["moved"]
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_where_the_stream_is_gone_none_is_made(self, wire: Wire) -> None:
         job = await wire.claimed()
@@ -120,40 +115,40 @@ class TestFinish:
         assert await wire.types("a") == ["queued", "started", "delta", "delta", "finished"]
         assert await wire.redis.keys("*") == [wire.keys.events("a").encode()]
         assert RESULT_TTL_MS - 10_000 < await wire.redis.pttl(wire.keys.events("a")) <= RESULT_TTL_MS
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.worker.finish(*entries) == "ok"
         assert await wire.publish(*entries[:2]) == ["ok", "ok"]
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_behind_an_unexpected_entry_nothing_is_taken_along(self, wire: Wire) -> None:
         job = await wire.claimed()
         await wire.redis.xadd(wire.keys.events("a"), {"t": "x", "d": "{}"}, id=f"{job.epoch}-9")
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.worker.finish(following(job), following(job, 2, kind="finished")) == "moved"
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_a_repeat_is_ok_and_changes_nothing(self, wire: Wire) -> None:
         job = await wire.claimed()
         end = following(job, kind="finished")
         assert await wire.worker.finish(end) == "ok"
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.worker.finish(end) == "ok"
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_a_late_repeat_does_not_touch_the_next_job_of_the_id(self, wire: Wire) -> None:
         job = await wire.claimed()
         end = following(job, kind="finished")
         await wire.worker.finish(end)
         await wire.claimed()
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.worker.finish(end) == "fenced"
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
     async def test_behind_an_unexpected_entry_the_job_stays(self, wire: Wire) -> None:
         job = await wire.claimed()
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.worker.finish(following(job, 2, kind="finished")) == "moved"
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
 
 class TestAFencedOwner:
@@ -162,35 +157,35 @@ class TestAFencedOwner:
         await wire.lapse("a")
         await wire.producer.cancel("a")
         new = await wire.claimed()
-        before = await everything(wire)
+        before = await wire.everything()
 
         assert await wire.publish(following(old)) == ["fenced"]
         assert await wire.worker.finish(following(old, kind="finished")) == "fenced"
         assert await wire.worker.renew([("a", old.token)], lease_ms=99_000) == Renewed([], ["a"])
 
-        assert await everything(wire) == before
+        assert await wire.everything() == before
         assert await wire.publish(following(new)) == ["ok"]
 
     async def test_changes_nothing_when_the_job_has_ended(self, wire: Wire) -> None:
         old = await wire.claimed()
         await wire.lapse("a")
         await wire.producer.cancel("a")
-        before = await everything(wire)
+        before = await wire.everything()
 
         assert await wire.publish(following(old)) == ["fenced"]
         assert await wire.worker.finish(following(old, kind="finished")) == "fenced"
         assert await wire.worker.renew([("a", old.token)], lease_ms=99_000) == Renewed([], ["a"])
 
-        assert await everything(wire) == before
+        assert await wire.everything() == before
         assert await wire.types("a") == ["queued", "started", "finished"]
 
     async def test_is_one_whose_lease_lapsed_though_nobody_took_it(self, wire: Wire) -> None:
         job = await wire.claimed()
         await wire.lapse("a")
-        before = await everything(wire)
+        before = await wire.everything()
         assert await wire.publish(following(job)) == ["fenced"]
         assert await wire.worker.finish(following(job, kind="finished")) == "fenced"
-        assert await everything(wire) == before
+        assert await wire.everything() == before
 
 
 class TestRenew:

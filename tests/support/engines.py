@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from inferq.engine import AsyncInferenceEngine, AsyncStream, Delta, EngineConfig, SamplingParams
+import psutil
+
+from inferq.engine import AsyncInferenceEngine, AsyncStream, Delta, EngineConfig, RestartPolicy, SamplingParams
 from support.scripted import SCRIPTED_ENGINE, continuation
 from support.waiting import wait_until
 
@@ -15,12 +17,21 @@ from support.waiting import wait_until
 LONG = SamplingParams(max_tokens=30_000, ignore_eos=True)
 
 
-def scripted_engine(cache: Path, *flags: str, log: Any = None, **config: Any) -> AsyncInferenceEngine:
+def scripted_engine(
+    cache: Path, *flags: str, log: Any = None, restart: RestartPolicy | None = None, **config: Any
+) -> AsyncInferenceEngine:
     """An engine, not started yet, whose child is the scripted one with `flags`."""
     command = (sys.executable, str(SCRIPTED_ENGINE), *flags)
     return AsyncInferenceEngine(
-        EngineConfig(model="scripted", cache_dir=str(cache), **config), command=command, log=log
+        EngineConfig(model="scripted", cache_dir=str(cache), **config), command=command, log=log, restart=restart
     )
+
+
+def child_of(engine: AsyncInferenceEngine) -> psutil.Process:
+    """The process that runs now."""
+    process = engine._supervisor._loop._process
+    assert process is not None
+    return psutil.Process(process.pid)
 
 
 def up_to(max_tokens: int, **fields: Any) -> SamplingParams:

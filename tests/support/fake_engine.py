@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from inferq.engine.admission import Admitted
 from inferq.engine.detokenizer import Piece
 from inferq.engine.errors import EngineError
-from inferq.engine.pipe import Abort, Add, Down, Freed, Pause, Resume, Stats, Step
+from inferq.engine.pipe import Abort, Add, Down, Freed, Pause, Paused, Resume, Stats, Step
 from inferq.engine.request import Delta, FinishReason
 
 SAMPLING = {"max_tokens": 16}
@@ -42,7 +42,7 @@ class PlainOutput:
 
 
 def admitted(stop: str = "", fail_at: str = "") -> Admitted:
-    return Admitted(SAMPLING, PlainOutput(stop, fail_at))  # type: ignore[arg-type]
+    return Admitted([1, 2, 3], [], SAMPLING, PlainOutput(stop, fail_at))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -90,7 +90,7 @@ class ListSink:
 
 
 class ChildModel:
-    """What the parent may expect of any child: an inbox in order, one block a running request, Freed for each Abort."""
+    """What the parent may expect of any child: an inbox in order, one block a request, an answer to Abort and Pause."""
 
     def __init__(self) -> None:
         self.inbox: list[Down] = []
@@ -101,9 +101,9 @@ class ChildModel:
     def send(self, message: Down) -> None:
         self.inbox.append(message)
 
-    def drain(self) -> list[Freed]:
+    def drain(self) -> list[Freed | Paused]:
         """Apply all that was sent."""
-        answers: list[Freed] = []
+        answers: list[Freed | Paused] = []
         while self.inbox:
             match self.inbox.pop(0):
                 case Add(key):
@@ -114,6 +114,7 @@ class ChildModel:
                     answers.append(Freed(key, self.stats()))
                 case Pause(key):
                     self.paused.add(key)
+                    answers.append(Paused(key))
                 case Resume(key):
                     self.paused.discard(key)
         return answers
@@ -132,3 +133,63 @@ class ChildModel:
     def stats(self) -> Stats:
         used = len(self.running)
         return Stats(self.steps, used, 0, used, 1000 - used, 0)
+
+
+class MortalChild:
+    """A child whose steps kill it when a poison is in them. `inbox` and `outbox` hold what is on its way."""
+
+    NUM_TOKENS = 80
+
+    def __init__(self, poisons: set[int]) -> None:
+        self.inbox: list[Down] = []
+        self.outbox: list[Step | Freed | Paused] = []
+        self.running: dict[int, int] = {}  #: how many tokens of its answer a request has
+        self.paused: set[int] = set()
+        self._poisons = poisons
+
+    @staticmethod
+    def answer(key: int) -> list[int]:
+        """All tokens of a request, wherever it is taken up."""
+        return [ord("a") + (7 * key + place) % 26 for place in range(MortalChild.NUM_TOKENS)]
+
+    def able(self) -> set[int]:
+        """Who takes part in steps."""
+        return set(self.running) - self.paused
+
+    def apply(self, count: int | None = None) -> None:
+        """Read so many messages of the inbox, or all."""
+        for _ in range(len(self.inbox) if count is None else min(count, len(self.inbox))):
+            match self.inbox.pop(0):
+                case Add(key, generated_token_ids=generated):
+                    assert key not in self.running, "a child was given a request twice"
+                    assert generated == self.answer(key)[: len(generated)]
+                    self.running[key] = len(generated)
+                case Abort(key):
+                    self.running.pop(key, None)
+                    self.paused.discard(key)
+                    self.outbox.append(Freed(key, self._stats()))
+                case Pause(key):
+                    if key in self.running:
+                        self.paused.add(key)
+                    self.outbox.append(Paused(key))
+                case Resume(key):
+                    self.paused.discard(key)
+
+    def step(self, num_tokens: int) -> bool:
+        """Every able request gets so many tokens. False if that is its death."""
+        if self._poisons & self.able():
+            return False
+        outputs: list[list[object]] = []
+        for key in sorted(self.able()):
+            token_ids = self.answer(key)[self.running[key] :][:num_tokens]
+            self.running[key] += len(token_ids)
+            ended = self.running[key] == self.NUM_TOKENS
+            if ended:
+                del self.running[key]
+            outputs.append([key, token_ids, FinishReason.LENGTH if ended else None])
+        if outputs:
+            self.outbox.append(Step(outputs, self._stats()))
+        return True
+
+    def _stats(self) -> Stats:
+        return Stats(0, len(self.running), 0, len(self.running), 1000 - len(self.running), 0)

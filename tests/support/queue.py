@@ -61,7 +61,7 @@ async def put_plain(client: redis.asyncio.Redis, payload: bytes, request_id: str
 
 
 async def left_over(client: redis.asyncio.Redis) -> set[str]:
-    """Keys besides streams, the worker's signs of life and the bell."""
+    """Keys besides streams, the workers' signs of life, and what belongs to no job."""
     names = {key.decode() async for key in client.scan_iter(count=1000)}
-    ignored = (":events", ":card", ":bell", ":workers")
+    ignored = (":events", ":card", ":bell", ":workers", ":wake")
     return {name for name in names if not name.endswith(ignored) and not name.startswith("inferq:worker:")}

@@ -1,7 +1,9 @@
-"""A server that a test may kill and start again at the same address, with what it had appended to its file."""
+"""A server that a test may kill and start again at the same address, with all that it had written or with less."""
 
 from __future__ import annotations
 
+import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,13 +16,18 @@ from .servers import wait_for_server
 
 
 class RestartableServer:
+    """Appends everything to its file before it answers."""
+
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._data = folder / "data"
+        self._replica = folder / "replica"
+        self._socket = folder / "valkey.sock"
         self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"unix://{folder / 'valkey.sock'}"
+        self._data.mkdir()
+        self.url = f"unix://{self._socket}"
 
     def start(self) -> None:
-        options = ("--port", "0", "--unixsocket", str(self._folder / "valkey.sock"), "--dir", str(self._folder))
+        options = ("--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._data))
         persistence = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
         self._process = subprocess.Popen(
             [str(get_binary_path()), *options, *persistence], stdout=subprocess.DEVNULL, start_new_session=True
@@ -31,6 +38,26 @@ class RestartableServer:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def suspend(self) -> None:
+        """It answers nothing any more, and closes no connection."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def replicate(self) -> None:
+        """Keep what is written now, as a replica does that falls behind from here on."""
+        shutil.copytree(self._data, self._replica)
+
+    def fail_over(self) -> None:
+        """The server is gone, and that replica has taken its place: it lacks all that was written since."""
+        self.kill()
+        shutil.rmtree(self._data)
+        self._replica.rename(self._data)
+        self.start()
 
 
 @contextmanager

@@ -45,3 +45,22 @@ def text_of(found: list[Any]) -> str:
 
 def tokens_of(found: list[Any]) -> list[int]:
     return [token for event in found if isinstance(event, Delta) for token in event.token_ids]
+
+
+def assert_unbroken(found: list[Any], text: str) -> None:
+    """The deltas fit together without a hole or a repeat, whatever epochs they are of, and say this text.
+
+    A token of the scripted engine is a byte.
+    """
+    tokens = chars = 0
+    for event in found:
+        if isinstance(event, Delta):
+            assert (event.index, event.at) == (tokens, chars)
+            tokens, chars = tokens + len(event.token_ids), chars + len(event.text)
+    assert text_of(found) == text
+    assert bytes(tokens_of(found)).decode() == text
+
+
+def starts_of(found: list[Any]) -> list[tuple[int, int]]:
+    """Of each `started`: the attempt, and the tokens that were there."""
+    return [(event.attempt, event.resumed_tokens[0]) for event in found if event.type == "started"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import redis.asyncio
 from inferq.producer.commands import Enqueued, ProducerCommands
 from inferq.producer.contract import Keys
 from inferq.producer.events import Event, decode_event
-from inferq.worker.commands import Claimed, Entry, Outcome, WorkerCommands
+from inferq.worker.commands import Claimed, Entry, Outcome, Reacquired, WorkerCommands
 
 TERMINAL_DATA = {
     "finished": '{"finish_reasons":["stop"]}',
@@ -57,7 +58,7 @@ class Wire:
             "worker": "worker-1",
             "token": f"token-{next(self._tokens)}",
             "lease_ms": 60_000,
-            "sweep": True,
+            "takeover": True,
             "accept_plain": True,
         }
         return await self.worker.claim(slots=slots, **(defaults | options))
@@ -65,22 +66,49 @@ class Wire:
     async def claimed(self, request_id: str = "a", **options: Any) -> Claimed:
         """A job that was just enqueued and claimed."""
         await self.enqueue(request_id, **options)
-        (job,) = await self.claim()
+        (job,) = await self.claim(takeover=False)
         assert job.request_id == request_id
         return job
+
+    async def reacquire(self, job: Claimed, **options: Any) -> Reacquired | None:
+        defaults = {"token": job.token, "epoch": job.epoch, "worker": "worker-1", "lease_ms": 60_000}
+        return await self.worker.reacquire(job.request_id, **(defaults | options))
+
+    async def hand_back(self, job: Claimed, number: int = 0) -> Outcome:
+        """By the owner, whose last entry has that number."""
+        expected_id = f"{job.epoch}-{number}"
+        return await self.worker.hand_back(job.request_id, token=job.token, expected_id=expected_id)
 
     async def publish(self, *entries: Entry) -> list[Outcome]:
         return await self.worker.publish(entries)
 
-    async def lapse(self, request_id: str) -> None:
-        """The lease ends now, as if its time had passed."""
+    async def lapse(self, request_id: str, *, ended_ms: int = 1) -> None:
+        """The lease has ended, at a time that was long ago if none is given."""
         await self.redis.delete(self.keys.lease(request_id))
-        await self.redis.zadd(self.keys.running, {request_id: 1}, xx=True)
+        await self.redis.zadd(self.keys.running, {request_id: ended_ms}, xx=True)
+
+    async def reader_leaves(self, request_id: str) -> None:
+        """The presence of the job's last reader has run out."""
+        await self.redis.delete(self.keys.reader(request_id))
+        await self.redis.zadd(self.keys.deadlines, {request_id: 1}, xx=True)
+
+    async def now_ms(self) -> int:
+        """Redis' time."""
+        seconds, microseconds = await self.redis.time()
+        return int(seconds * 1000 + microseconds // 1000)
+
+    async def order(self) -> list[str]:
+        """The waiting jobs, in the order in which they are next."""
+        return [each.decode() for each in await self.redis.zrange(self.keys.queue, 0, -1)]
 
     async def pass_deadline(self, request_id: str) -> None:
         """The job's deadline is now a time long gone."""
         await self.redis.hset(self.keys.job(request_id), "expires_at_ms", 1)
         await self.redis.zadd(self.keys.deadlines, {request_id: 1}, xx=True)
+
+    async def everything(self) -> dict[bytes, bytes | None]:
+        """The whole database, to show that a call changed nothing."""
+        return {key: await self.redis.dump(key) for key in sorted(await self.redis.keys("*"))}
 
     async def entries(self, request_id: str) -> list[tuple[str, dict[bytes, bytes]]]:
         return [
@@ -104,6 +132,7 @@ class Wire:
             "payload": keys.payload(request_id),
             "lease": keys.lease(request_id),
             "cancel": keys.cancel(request_id),
+            "reader": keys.reader(request_id),
         }
         found = {name for name, key in named.items() if await self.redis.exists(key)}
         sets = {"queue": keys.queue, "running": keys.running, "deadlines": keys.deadlines}
@@ -111,6 +140,12 @@ class Wire:
 
 
 def following(job: Claimed, number: int = 1, *, kind: str = "delta") -> Entry:
-    """The owner's entry `number` behind the claim's `started`, which is entry 0."""
-    data = TERMINAL_DATA.get(kind) or f'{{"index":{number - 1},"at":{number - 1},"text":"x","token_ids":[{number}]}}'
+    """The owner's entry `number` behind the `started` that it goes on from, which is entry 0."""
+    index = sum(job.resumed_tokens) + number - 1
+    data = TERMINAL_DATA.get(kind) or f'{{"index":{index},"at":{index},"text":"x","token_ids":[{index + 1}]}}'
     return Entry(job.request_id, job.token, f"{job.epoch}-{number - 1}", f"{job.epoch}-{number}", kind, data)
+
+
+def after(job: Claimed, got: Reacquired) -> Claimed:
+    """The job as its owner has it after it got it back."""
+    return dataclasses.replace(job, epoch=got.epoch, resumed=True, resumed_tokens=got.resumed_tokens)

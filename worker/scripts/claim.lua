@@ -1,22 +1,36 @@
--- Take waiting jobs: lease, move to `running`, new epoch, `started`. What must not run any more is ended instead.
--- ARGV: worker, token, lease_ms, slots, sweep, accept_plain, ids to pass by...
--- Answers a list of {id, epoch, generation, attempt, payload, queue_ms, expires_at_ms or ''}.
+-- Take jobs: first those whose lease has ended, then waiting ones in order, up to the free slots and blocks. Each is
+-- leased, moved to `running`, and gets a new epoch with `started`; what must not run any more is ended instead.
+-- ARGV: worker, token, lease_ms, slots, free_blocks or '', block_size, running_here, takeover, grace_end_ms,
+--   max_attempts, accept_plain, tokens of earlier calls whose replies were lost with commas between, ids to pass by...
+-- Answers a list of {id, epoch, generation, attempt, payload, queue_ms, expires_at_ms or '', resumed, {tokens},
+--   signature or ''}.
 
-local worker, token = ARGV[3], ARGV[4]
-local lease_ms, slots = tonumber(ARGV[5]), tonumber(ARGV[6])
-local sweep, accept_plain = ARGV[7] == '1', ARGV[8] == '1'
-local excluded = {}
-for i = 9, #ARGV do
+local owner = {worker = ARGV[3], token = ARGV[4], lease_ms = tonumber(ARGV[5])}
+-- One call blocks the server for so many jobs at most; a bell rings for the others.
+local MAX_CLAIMS, SPARE_LOOKS = 128, 100
+local slots = math.min(tonumber(ARGV[6]), MAX_CLAIMS)
+local free_blocks, block_size, running_here = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local takeover, grace_end_ms = ARGV[10] == '1', tonumber(ARGV[11])
+local max_attempts, accept_plain = tonumber(ARGV[12]), ARGV[13] == '1'
+local lost_tokens, excluded = {}, {}
+for token in string.gmatch(ARGV[14], '[^,]+') do
+    lost_tokens[token] = true
+end
+for i = 15, #ARGV do
     excluded[ARGV[i]] = true
 end
 
--- One call blocks the server for so many jobs at most.
-local SPARE_LOOKS = 100
+-- So many takeovers of a job are free at most, so that no job lives for ever.
+local FREE_LOSSES = 10
+-- Of a plain arq producer's payload, roughly.
+local BYTES_PER_TOKEN = 4
 local now = now_us()
-local claimed, claimed_bytes, looked, settled = {}, 0, 0, 0
+local now_ms = now / 1000
+local claimed, claimed_bytes, looked, settled, blocked = {}, 0, 0, 0, false
+local virtual_time
 
 local function may_go_on()
-    return #claimed < slots and looked < slots + SPARE_LOOKS and claimed_bytes < MAX_CLAIM_BYTES
+    return #claimed < slots and looked < slots + SPARE_LOOKS and claimed_bytes < MAX_CLAIM_BYTES and not blocked
 end
 
 local function finish_off(id, kind, data)
@@ -24,68 +38,160 @@ local function finish_off(id, kind, data)
     settled = settled + 1
 end
 
--- How a job that nobody runs has to end, whoever comes for it: type and data of its terminal entry, or nil.
-local function ending(id, job, last, has_payload, attempts)
-    if is_cancelled(id, job and job.generation) then
-        return finished('cancelled')
-    elseif job and is_past_deadline(job, now) then
-        return finished('deadline')
-    elseif not has_payload then
-        return failed('payload_lost', 'the payload of the job is gone from Redis', attempts)
-    elseif job and is_terminal(last) then
-        return last[2][2], last[2][4]
-    end
+-- Bytes of the job's payload, or nil if there is none.
+local function payload_size(id)
+    local size = redis.call('STRLEN', payload_key(id))
+    return (size > 0 or redis.call('EXISTS', payload_key(id)) == 1) and size or nil
 end
 
--- Why a waiting job is refused, or nil.
-local function refusal(id, job, payload_bytes)
+-- Why a job is refused, whoever sent it, or nil.
+local function refusal(id, size)
     if #id > 64 or not string.match(id, '^[%w_-]+$') then
         return 'the job id must match [A-Za-z0-9_-]{1,64}'
-    elseif payload_bytes > MAX_PAYLOAD_BYTES then
-        return string.format('the payload has %d bytes; %d are allowed', payload_bytes, MAX_PAYLOAD_BYTES)
-    elseif job == nil and not accept_plain then
-        return 'jobs of plain arq producers are refused here: submit through the client of inferq'
+    elseif size > MAX_PAYLOAD_BYTES then
+        return string.format('the payload has %d bytes; %d are allowed', size, MAX_PAYLOAD_BYTES)
     end
 end
 
--- Deal with a lease that ended without a `finish`: its worker died or lost touch. One attempt is all that a job has.
-local function sweep_one(id)
+-- How a job that nobody runs has to end, whoever comes for it: type and data of its terminal entry, or nil.
+local function ending(id, job)
+    local last, size = last_entry(id), payload_size(id)
+    local begun = job.attempts + (job.queue_ms and 1 or 0)
+    if is_cancelled(id, job) then
+        return finished('cancelled')
+    elseif is_past_deadline(job, now) then
+        return finished('deadline')
+    elseif size == nil then
+        return failed('payload_lost', 'the payload of the job is gone from Redis', begun)
+    elseif is_terminal(last) then
+        return last[2][2], last[2][4]
+    end
+    local reason = refusal(id, size)
+    if reason then
+        return failed('bad_payload', reason, begun)
+    end
+end
+
+-- Take a slot for the job, and blocks for what it may come to, if there are any. Nobody overtakes a job that does not
+-- fit, and where nothing runs one job always does.
+local function reserve(job)
+    local blocks = math.ceil(job.estimate / block_size)
+    if not may_go_on() then
+        return false
+    elseif free_blocks and blocks > free_blocks and running_here + #claimed > 0 then
+        blocked = true
+        return false
+    end
+    free_blocks = free_blocks and free_blocks - blocks
+    return true
+end
+
+local function start(id, job)
+    local epoch, counts, resumed = give(id, job, owner, now)
+    local payload, signature = redis.call('GET', payload_key(id)), redis.call('HGET', key(id, 'job'), 'signature')
+    local expires_at_ms = job.expires_at_ms and whole(job.expires_at_ms) or ''
+    claimed_bytes = claimed_bytes + #payload
+    claimed[#claimed + 1] = {
+        id, epoch, job.generation, job.attempts + 1, payload, job.queue_ms, expires_at_ms, resumed and 1 or 0, counts,
+        signature or '',
+    }
+end
+
+-- The id of a job whose hash is gone, or never was: made a job of ours, or ended. Answers the job, or nil.
+local function admit(id, score)
+    local size, last = payload_size(id), last_entry(id)
+    if size == nil then
+        finish_off(id, failed('payload_lost', 'the payload of the job is gone from Redis', 0))
+        return nil
+    end
+    local reason = refusal(id, size)
+    if not reason and not accept_plain then
+        reason = 'jobs of plain arq producers are refused here: submit through the client of inferq'
+    end
+    if reason then
+        adopt(id, score, last, now, {})
+        finish_off(id, failed('bad_payload', reason, 0))
+        return nil
+    end
+    local tokens, order, charge = size / BYTES_PER_TOKEN, string.format('%.6f', score), '0'
+    if score >= FIRST_CLOCK_MS then
+        order, charge = next_place('', tokens, 1, 0)
+    end
+    -- The first write of a claim, if that gives no place: a full server refuses it.
+    redis.call('ZADD', QUEUE, 'XX', order, id)
+    return adopt(id, score, last, now, {'tenant', '', 'order', order, 'charge', charge, 'estimate', math.ceil(tokens)})
+end
+
+-- What a call of this worker took whose reply was lost is this one's, in the same attempt.
+local function take_back(id)
+    local job = lost_tokens[redis.call('GET', lease_key(id))] and load_job(id)
+    if job and not excluded[id] then
+        local kind, data = ending(id, job)
+        if kind then
+            finish_off(id, kind, data)
+        else
+            start(id, job)
+        end
+    end
+end
+
+-- A lease that ended without `finish` or a hand-back: its worker died or lost touch. It costs an attempt, but not if it
+-- ended while this worker could not have heard of renewals either.
+local function take_over(id, lease_end_ms)
     local job = load_job(id)
     if job and job.model ~= MODEL then
         redis.call('ZREM', RUNNING, id)
+        return
     elseif is_leased(id) then
-        redis.call('ZADD', RUNNING, 'XX', whole(now / 1000 + redis.call('PTTL', lease_key(id))), id)
-    elseif not excluded[id] then
-        local attempts = (job and job.attempts or 0) + 1
-        local has_payload = redis.call('EXISTS', payload_key(id)) == 1
-        local kind, data = ending(id, job, last_entry(id), has_payload, attempts)
-        if kind == nil then
-            kind, data = failed('attempts_exhausted', 'its worker was lost, and it has no attempt left', attempts)
-        end
-        finish_off(id, kind, data)
+        redis.call('ZADD', RUNNING, 'XX', whole(now_ms + redis.call('PTTL', lease_key(id))), id)
+        return
+    elseif excluded[id] then
+        return
+    elseif not job and payload_size(id) then
+        -- The first write of a claim: a full server refuses it, and everything stays as it was.
+        redis.call('ZADD', RUNNING, 'XX', lease_end_ms, id)
+        job = adopt(id, 0, last_entry(id), now, {'order', 0})
+    elseif not job then
+        return finish_off(id, failed('payload_lost', 'the payload of the job is gone from Redis', 0))
+    end
+    local kind, data = ending(id, job)
+    if kind then
+        return finish_off(id, kind, data)
+    end
+    local costs = lease_end_ms >= grace_end_ms or job.losses >= FREE_LOSSES
+    local attempts = job.attempts + (costs and 1 or 0)
+    if attempts >= max_attempts then
+        bury(id, 'attempts_exhausted', attempts)
+        finish_off(id, failed('attempts_exhausted', 'its workers were lost, and it has no attempt left', attempts))
+    elseif reserve(job) then
+        job.attempts = attempts
+        start(id, job)
+        redis.call('HSET', key(id, 'job'), 'attempts', attempts, 'losses', job.losses + 1)
     end
 end
 
-local function sweep_lapsed()
-    local lapsed = redis.call('ZRANGEBYSCORE', RUNNING, '-inf', whole(now / 1000), 'LIMIT', 0, slots + SPARE_LOOKS)
-    for _, id in ipairs(lapsed) do
+local function take_lapsed()
+    local bound = slots + SPARE_LOOKS
+    local lapsed = redis.call('ZRANGEBYSCORE', RUNNING, '-inf', whole(now_ms), 'WITHSCORES', 'LIMIT', 0, bound)
+    for i = 1, #lapsed, 2 do
         looked = looked + 1
-        isolated(nil, sweep_one, id)
+        isolated(nil, take_over, lapsed[i], tonumber(lapsed[i + 1]))
     end
 end
 
-local function start(id, job, payload)
-    local epoch = next_epoch(last_entry(id), now)
-    local queue_ms = string.format('%.3f', math.max(0, now / 1000 - job.enqueued_at_ms))
-    local data = '{"attempt":%d,"worker":%s,"resumed_tokens":[0],"queue_ms":%s}'
-    local attempt = job.attempts + 1
-    redis.call('ZREM', QUEUE, id)
-    redis.call('ZADD', RUNNING, whole(now / 1000 + lease_ms), id)
-    append(id, epoch .. '-0', 'started', string.format(data, attempt, cjson.encode(worker), queue_ms), JOB_TTL_MS)
-    renew_lifetimes(id)
-    local expires_at_ms = job.expires_at_ms and whole(job.expires_at_ms) or ''
-    claimed_bytes = claimed_bytes + #payload
-    claimed[#claimed + 1] = {id, epoch, job.generation, attempt, payload, queue_ms, expires_at_ms}
+-- Plain arq producers' scores are times, behind all places: give such jobs their place when they are first seen.
+local function place(id, score)
+    if redis.call('EXISTS', key(id, 'job')) == 0 and not is_leased(id) then
+        admit(id, score)
+    end
+end
+
+local function place_plain()
+    local upto = string.format('%.3f', now_ms)
+    local found = redis.call('ZRANGEBYSCORE', QUEUE, FIRST_CLOCK_MS, upto, 'WITHSCORES', 'LIMIT', 0, SPARE_LOOKS)
+    for i = 1, #found, 2 do
+        isolated(nil, place, found[i], tonumber(found[i + 1]))
+    end
 end
 
 -- Deal with one waiting job. Says whether it has left the queue.
@@ -95,28 +201,22 @@ local function take(id, score)
         return redis.call('ZREM', QUEUE, id) == 1
     end
     -- A plain producer's score in the future is arq's way to defer a job.
-    local deferred = job == nil and score > now / 1000
+    local deferred = not job and score > now_ms
     if excluded[id] or deferred or is_leased(id) then
         return false
     end
-    local last, payload_bytes = last_entry(id), redis.call('STRLEN', payload_key(id))
-    local has_payload = payload_bytes > 0 or redis.call('EXISTS', payload_key(id)) == 1
-    local kind, data = ending(id, job, last, has_payload, job and job.attempts or 0)
-    local reason = kind == nil and refusal(id, job, payload_bytes)
-    if reason then
-        kind, data = failed('bad_payload', reason, 0)
-    elseif kind == nil then
-        -- The first write of a claim: a full server refuses it, and the job goes on waiting.
-        redis.call('SET', lease_key(id), token, 'PX', lease_ms)
+    job = job or admit(id, score)
+    if not job then
+        return true
     end
-    if job == nil and has_payload then
-        adopt(id, score, last, now)
-        job = load_job(id)
-    end
+    local kind, data = ending(id, job)
     if kind then
         finish_off(id, kind, data)
+    elseif not reserve(job) then
+        return false
     else
-        start(id, job, redis.call('GET', payload_key(id)))
+        start(id, job)
+        virtual_time = math.max(virtual_time or -math.huge, job.order + math.min(job.priority, 0) * PRIORITY_BOOST)
     end
     return true
 end
@@ -136,17 +236,35 @@ local function take_waiting()
             elseif not left then
                 passed_by = passed_by + 1
             end
-            if claimed_bytes >= MAX_CLAIM_BYTES then
+            if not may_go_on() then
                 return
             end
         end
     end
 end
 
-if sweep then
-    sweep_lapsed()
+-- The virtual time is the farthest place that was served; what tenants have behind it is worth nothing any more.
+local function advance_virtual_time()
+    local vtime = key(MODEL, 'vtime')
+    local before = tonumber(redis.call('ZSCORE', vtime, VIRTUAL_TIME)) or 0
+    local after = string.format('%.6f', math.max(before, virtual_time))
+    redis.call('ZREMRANGEBYSCORE', vtime, '-inf', after)
+    redis.call('ZADD', vtime, after, VIRTUAL_TIME)
 end
+
+if next(lost_tokens) then
+    for _, id in ipairs(redis.call('ZRANGE', RUNNING, 0, -1)) do
+        isolated(nil, take_back, id)
+    end
+end
+if takeover then
+    take_lapsed()
+end
+place_plain()
 take_waiting()
+if virtual_time then
+    advance_virtual_time()
+end
 
 -- Others are woken only if this call got on: a queue of jobs to pass by must not keep the bell ringing.
 if redis.call('ZCARD', QUEUE) == 0 then

@@ -13,7 +13,8 @@ local function renew(id, token)
     redis.call('PEXPIRE', lease_key(id), lease_ms)
     redis.call('ZADD', RUNNING, 'XX', lease_end_ms, id)
     renew_lifetimes(id)
-    return is_cancelled(id, redis.call('HGET', key(id, 'job'), 'generation')) and 'cancelled' or 'held'
+    local job = load_job(id)
+    return job and is_cancelled(id, job) and 'cancelled' or 'held'
 end
 
 for i = 4, #ARGV, 2 do

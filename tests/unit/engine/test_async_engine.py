@@ -333,6 +333,9 @@ async def test_a_fault_at_the_third_token_reaches_its_consumer_alone(
     class Broken:
         pushes = 0
 
+        def replay(self, token_ids: Any, finish_reason: Any) -> Any:
+            return good.replay(token_ids, finish_reason)
+
         def push(self, token_ids: Any, finish_reason: Any) -> Any:
             self.pushes += 1
             if self.pushes == 3:

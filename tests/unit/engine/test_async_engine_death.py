@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.engines import LONG, read_all, running, scripted_engine, up_to
+from support.engines import LONG, child_of, read_all, running, scripted_engine, up_to
 from support.fake_engine import ListSink
 from support.processes import all_gone
 from support.waiting import wait_until
@@ -55,12 +55,6 @@ async def make(cache: Path, started: Started) -> AsyncIterator[Make]:
         await engine.stop()
         assert engine.idle
     assert started() == set()
-
-
-def child_of(engine: AsyncInferenceEngine) -> psutil.Process:
-    process = engine._loop._process
-    assert process is not None
-    return psutil.Process(process.pid)
 
 
 DEATHS = [
@@ -132,7 +126,7 @@ async def test_a_failure_in_the_loop_itself_is_a_death(make: Make, caplog: pytes
     await engine.start_engine_loop()
     stream = await engine.add_request("r", "a", sampling=LONG)
     await running(stream)
-    engine._loop._on_message = lambda _: 1 / 0
+    engine._supervisor._loop._on_message = lambda _: 1 / 0
     with pytest.raises(EngineDeadError, match="the engine's loop failed: ZeroDivisionError"):
         await read_all(stream)
     assert "ZeroDivisionError" in caplog.text
@@ -143,8 +137,8 @@ async def test_a_step_in_the_wrong_form_is_a_death(make: Make) -> None:
     await engine.start_engine_loop()
     stream = await engine.add_request("r", "a", sampling=LONG)
     await running(stream)
-    take = engine._loop._on_message
-    engine._loop._on_message = lambda _: take(Step([["what", "is", "this"]], Stats(0, 0, 0, 0, 0, 0)))
+    take = engine._supervisor._loop._on_message
+    engine._supervisor._loop._on_message = lambda _: take(Step([["what", "is", "this"]], Stats(0, 0, 0, 0, 0, 0)))
     with pytest.raises(EngineDeadError, match="'this' is not a valid FinishReason"):
         await read_all(stream)
 
@@ -222,7 +216,7 @@ async def test_a_start_that_is_cancelled_leaves_no_child(make: Make, child_exist
     engine = make("--load-ms", "600000")
     held = await engine.add_request("held", "a")
     starting = asyncio.create_task(engine.start_engine_loop())
-    await (wait_until(lambda: engine._loop._process) if child_exists else asyncio.sleep(0))
+    await (wait_until(lambda: engine._supervisor._loop._process) if child_exists else asyncio.sleep(0))
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -235,8 +229,8 @@ async def test_a_loop_that_is_cancelled_before_its_first_step_ends_the_start(mak
     engine = make()
     starting = asyncio.create_task(engine.start_engine_loop())
     await asyncio.sleep(0)
-    assert engine._loop._task is not None
-    engine._loop._task.cancel()
+    assert engine._supervisor._loop._task is not None
+    engine._supervisor._loop._task.cancel()
     async with asyncio.timeout(20):
         with pytest.raises(EngineDeadError, match="loop was cancelled"):
             await starting
@@ -246,7 +240,7 @@ async def test_a_loop_that_is_cancelled_before_its_first_step_ends_the_start(mak
 async def test_a_stop_during_the_start_ends_both(make: Make, child_exists: bool, started: Started) -> None:
     engine = make("--load-ms", "600000")
     starting = asyncio.create_task(engine.start_engine_loop())
-    await (wait_until(lambda: engine._loop._process) if child_exists else asyncio.sleep(0))
+    await (wait_until(lambda: engine._supervisor._loop._process) if child_exists else asyncio.sleep(0))
     with contextlib.suppress(EngineDeadError):
         await asyncio.gather(engine.stop(), starting)
     assert started() == set()
@@ -276,7 +270,7 @@ async def test_a_stopped_child_has_ended_in_good_order(make: Make) -> None:
     engine = make()
     await engine.start_engine_loop()
     await engine.complete("a", sampling=up_to(3))
-    process = engine._loop._process
+    process = engine._supervisor._loop._process
     assert process is not None
     await engine.stop()
     assert await process.wait() == 0
@@ -314,7 +308,7 @@ async def main():
     engine = scripted_engine(Path({str(cache)!r}), "--step-ms", "600000")
     await engine.start_engine_loop()
     await engine.add_request("r", "a", sampling=LONG)
-    print(engine._loop._process.pid, flush=True)
+    print(engine._supervisor._loop._process.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """

@@ -10,7 +10,23 @@ from support.oracle import EOS_TOKEN_ID, VOCAB_SIZE, OracleRunner, answer, facts
 
 from inferq.engine.core import EngineCore, sequence_from
 from inferq.engine.errors import InvalidRequestError
-from inferq.engine.pipe import Abort, Add, Down, Freed, Pause, PipeError, Ready, Refused, Resume, Step, Stop, Up
+from inferq.engine.pipe import (
+    Abort,
+    Add,
+    Down,
+    Freed,
+    Pause,
+    Paused,
+    Ping,
+    PipeError,
+    Pong,
+    Ready,
+    Refused,
+    Resume,
+    Step,
+    Stop,
+    Up,
+)
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -233,6 +249,48 @@ def test_sampling_reaches_the_sequence_and_a_top_k_that_excludes_nothing_is_off(
     assert (made.max_tokens, made.temperature, made.top_k, made.top_p, made.seed) == (3, 0.5, 4, 0.9, 7)
     assert made.stop_token_ids == {2, 3, EOS_TOKEN_ID}
     assert sequence_from(Add(1, [1], {**sampling, "top_k": 10**30}), facts()).sampling.top_k == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_generated_tokens_are_prefilled_with_the_prompt_and_counted(cut: int) -> None:
+    whole = answer([1, 2, 3], 12)[0]
+    loop = run(Add(1, [1, 2, 3], {**GREEDY, "max_tokens": 12}, whole[:cut]), max_num_batched_tokens=4)
+    assert loop.tokens(1) == whole[cut:]
+    assert sum(count for step in loop.runner.steps for _, count in step) == 3 + 12 - 1
+    assert loop.sent[-1].outputs[0][2] == "length"
+
+
+@pytest.mark.parametrize(
+    ("generated", "says"),
+    [
+        ([VOCAB_SIZE], "not in the vocabulary"),
+        ([1.0], "generated_token_ids must be a list of integers"),
+        ("12", "generated_token_ids must be a list"),
+        ([1, 2, 3], "3 tokens were generated already, of 3 at most"),
+    ],
+)
+def test_generated_tokens_that_cannot_be_gone_on_from_are_refused(generated: Any, says: str) -> None:
+    loop = run(Add(1, [1], {**GREEDY, "max_tokens": 3}, generated), add(2, [1, 2], 2))
+    (refused,) = loop.all(Refused)
+    assert (refused.key, refused.invalid) == (1, True)
+    assert says in refused.message
+    assert loop.tokens(2) == answer([1, 2], 2)[0]
+
+
+def test_a_ping_is_answered_between_two_steps_and_where_nothing_runs() -> None:
+    loop = run(Ping(), add(1, [1, 2], 4), script={1: [Ping()]})
+    assert [type(message) for message in loop.sent] == [Pong, Step, Step, Pong, Step, Step]
+    loop = Loop(facts(), {1: [Pause(1)]})
+    loop.inbox.when_idle = [Ping(), Resume(1)]
+    loop.run(add(1, [1, 2], 3))
+    assert len(loop.all(Pong)) == 1
+
+
+def test_a_pause_is_answered_when_no_step_has_the_request_in_it() -> None:
+    loop = run(add(1, [1, 2], 10), add(2, [3], 6), Pause(77), script={2: [Pause(1)]})
+    assert [paused.key for paused in loop.all(Paused)] == [77, 1]
+    later = loop.sent[loop.sent.index(Paused(1)) :]
+    assert not any(out[0] == 1 for step in later if isinstance(step, Step) for out in step.outputs)
 
 
 def test_refusals_are_invalid_requests() -> None:

@@ -193,8 +193,8 @@ async def test_a_cancelled_loop_left_its_consumers_hanging(make: Make) -> None:
     stream = await engine.add_request("r", "a", sampling=LONG)
     waiting = asyncio.create_task(engine.complete("b", sampling=LONG))
     await running(stream)
-    assert engine._loop._task is not None
-    engine._loop._task.cancel()
+    assert engine._supervisor._loop._task is not None
+    engine._supervisor._loop._task.cancel()
     with pytest.raises(EngineDeadError, match="loop was cancelled"):
         await read_all(stream)
     with pytest.raises(EngineDeadError, match="loop was cancelled"):

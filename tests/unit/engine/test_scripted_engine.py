@@ -115,3 +115,26 @@ def test_the_command_line_prints_what_comes_after_a_prompt() -> None:
     command = [sys.executable, str(SCRIPTED_ENGINE), "--print", "hello", "--count", "20"]
     printed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout.decode()
     assert printed == bytes(continuation(list(b"hello"), 20)).decode() + "\n"
+
+
+def test_a_poison_works_when_its_output_is_long_enough_also_where_that_came_from_an_earlier_run() -> None:
+    flags = ("--exit-on-text", "poison", "--poison-at-token", "5", "--exit-code", "9")
+    prompt = list(b"a poison")
+    whole = continuation(prompt, 5)
+    for generated in ([], whole):
+        with scripted_child(*flags) as child:
+            child.send(Add(1, prompt, {"max_tokens": 20, "ignore_eos": True}, generated))
+            child.read_to_the_end()
+            assert child.process.wait(10) == 9
+            tokens = generated + child.tokens(1)
+            assert tokens == whole[: len(tokens)], "what was not on its way yet goes down with it"
+
+
+def test_a_failure_may_come_once(tmp_path: Path) -> None:
+    flags = ("--raise-on-text", "poison", "--once", str(tmp_path / "failed"))
+    with scripted_child(*flags) as child:
+        child.send(add(1, "a poison"))
+        assert isinstance(child.read_to_the_end()[-1], Fatal)
+    with scripted_child(*flags) as child:
+        child.send(add(1, "a poison"))
+        child.until(lambda: child.finish_reason(1))

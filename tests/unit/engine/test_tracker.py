@@ -23,12 +23,13 @@ class Setup:
     def __init__(self, max_requests: int = 8) -> None:
         self.child = ChildModel()
         self.tracker = RequestTracker(self.child.send, max_requests=max_requests)
+        self.tracker.child_ready()
 
     def add(self, request_id: str, sink: ListSink | None = None, *, stop: str = "", fail_at: str = "") -> ListSink:
         sink = sink or ListSink()
         key = self.tracker.new_key()
         self.tracker.reserve(key, request_id, sink)
-        self.tracker.launch(key, [1, 2, 3], admitted(stop, fail_at))
+        self.tracker.launch(key, admitted(stop, fail_at))
         return sink
 
     def key(self, request_id: str) -> int:
@@ -37,13 +38,13 @@ class Setup:
         return key
 
     def step(self, *outputs: tuple[int, str, FinishReason | None]) -> None:
-        for freed in self.child.drain():
-            self.tracker.on_freed(freed)
+        for answer in self.child.drain():
+            self.tracker.on_message(answer)
         self.tracker.on_step(self.child.step(list(outputs)))
 
     def settle(self) -> None:
-        for freed in self.child.drain():
-            self.tracker.on_freed(freed)
+        for answer in self.child.drain():
+            self.tracker.on_message(answer)
 
 
 def test_deltas_reach_the_sink_as_they_come() -> None:
@@ -106,7 +107,7 @@ def test_abort_before_launch_tells_the_child_nothing() -> None:
     key = setup.tracker.new_key()
     setup.tracker.reserve(key, "a", sink)
     assert setup.tracker.abort(key)
-    setup.tracker.launch(key, [1], admitted())
+    setup.tracker.launch(key, admitted())
     assert sink.deltas == [Delta(0, 0, "", (), CANCELLED)]
     assert setup.child.inbox == []
     assert setup.tracker.idle
@@ -290,8 +291,10 @@ def test_a_pause_before_launch_holds_after_it() -> None:
     setup.tracker.reserve(key, "a", ListSink())
     setup.tracker.pause(key)
     assert setup.child.inbox == []
-    setup.tracker.launch(key, [1], admitted())
-    assert [type(m) for m in setup.child.inbox] == [Add, Pause]
+    setup.tracker.launch(key, admitted())
+    assert setup.child.inbox == []
+    setup.tracker.resume(key)
+    assert [type(m) for m in setup.child.inbox] == [Add]
 
 
 def test_freed_tells_the_childs_counters_after_an_abort() -> None:
@@ -337,7 +340,7 @@ def test_what_is_no_steps_output_is_not_taken_for_one(outputs: list[object]) -> 
 
 def test_freed_for_an_unknown_key_is_harmless() -> None:
     setup = Setup()
-    setup.tracker.on_freed(Freed(99, setup.child.stats()))
+    setup.tracker.on_message(Freed(99, setup.child.stats()))
     assert setup.tracker.stats is not None
 
 
@@ -350,11 +353,12 @@ def test_a_request_that_cannot_be_sent_is_not_left_behind() -> None:
         child.send(message)
 
     tracker = RequestTracker(send, max_requests=1)
+    tracker.child_ready()
     for _ in range(3):
         key = tracker.new_key()
         tracker.reserve(key, "a", ListSink())
         with pytest.raises(EngineOverloadedError, match="full"):
-            tracker.launch(key, [1], admitted())
+            tracker.launch(key, admitted())
         tracker.release(key)
         assert tracker.idle
     assert not child.inbox
@@ -377,3 +381,31 @@ def test_a_request_goes_on_when_neither_user_nor_reader_has_it_paused() -> None:
     assert inbox == [Pause(key)], "the user still has it paused"
     tracker.resume(key)
     assert inbox == [Pause(key), Resume(key)]
+
+
+def test_a_new_child_is_given_no_more_than_it_reads() -> None:
+    """Who had no room in the pipe after a restart follows when the child has come on, and nobody ends for it."""
+    child, room = ChildModel(), 2
+    sinks = {name: ListSink() for name in "abc"}
+
+    def send(message: Down) -> None:
+        nonlocal room
+        if isinstance(message, Add):
+            if not room:
+                raise EngineOverloadedError("full")
+            room -= 1
+        child.send(message)
+
+    tracker = RequestTracker(send, max_requests=3)
+    for name, sink in sinks.items():
+        key = tracker.new_key()
+        tracker.reserve(key, name, sink)
+        tracker.launch(key, admitted())
+    tracker.child_ready()
+    assert [message.key for message in child.inbox] == [1, 2]
+    tracker.on_step(Step([], child.stats()))
+    assert len(child.inbox) == 2
+    room = 1
+    tracker.on_step(Step([], child.stats()))
+    assert [message.key for message in child.inbox] == [1, 2, 3]
+    assert all(not sink.num_ends for sink in sinks.values())

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.fake_engine import ChildModel, ListSink, admitted
 
 from inferq.engine.errors import DuplicateRequestError, EngineOverloadedError
-from inferq.engine.pipe import Freed, Refused
+from inferq.engine.pipe import Freed, Paused, Refused
 from inferq.engine.request import FinishReason
 from inferq.engine.tracker import RequestTracker
 
@@ -24,11 +24,12 @@ class TrackerMachine(RuleBasedStateMachine):
         super().__init__()
         self.child = ChildModel()
         self.tracker = RequestTracker(self.child.send, max_requests=MAX_REQUESTS)
+        self.tracker.child_ready()
         self.sinks: list[ListSink] = []
         self.live: dict[str, ListSink] = {}
         self.reserved: dict[int, str] = {}
         self.keys: set[int] = set()
-        self.on_their_way: list[Freed] = []
+        self.on_their_way: list[Freed | Paused] = []
         self.sent: dict[int, str] = {}
 
     def _drop_ended(self) -> None:
@@ -55,7 +56,7 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule(request_id=IDS, stop=st.sampled_from(["", "#"]), fail_at=st.sampled_from(["", "!"]), raises=st.booleans())
     def add(self, request_id: str, stop: str, fail_at: str, raises: bool) -> None:
         if (key := self._reserve(request_id, raises)) is not None:
-            self.tracker.launch(key, [1], admitted(stop, fail_at))
+            self.tracker.launch(key, admitted(stop, fail_at))
 
     @rule(request_id=IDS)
     def reserve(self, request_id: str) -> None:
@@ -67,7 +68,7 @@ class TrackerMachine(RuleBasedStateMachine):
     def launch(self, pick: object) -> None:
         key = pick.choice(sorted(self.reserved))  # type: ignore[attr-defined]
         del self.reserved[key]
-        self.tracker.launch(key, [1], admitted())
+        self.tracker.launch(key, admitted())
 
     @rule(request_id=IDS)
     def abort(self, request_id: str) -> None:
@@ -90,8 +91,8 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @rule()
     def answers_arrive(self) -> None:
-        for freed in self.on_their_way:
-            self.tracker.on_freed(freed)
+        for answer in self.on_their_way:
+            self.tracker.on_message(answer)
         self.on_their_way.clear()
 
     @precondition(lambda self: self.child.running)

@@ -145,7 +145,7 @@ async def test_a_new_card_is_noticed_when_the_first_one_has_grown_old(
     with pytest.raises(InvalidRequest):
         await producer.submit(prompt_token_ids=[512])
     await heartbeat(wire.redis, "tiny", vocab_size=1024)
-    monkeypatch.setattr("inferq.producer.client._CARD_AGE_S", -1.0)
+    monkeypatch.setattr("inferq.producer.submission._CARD_AGE_S", -1.0)
     await producer.submit(prompt_token_ids=[512])
 
 
@@ -273,11 +273,11 @@ async def test_ends_as_status_tells_them(producer: InferenceClient, wire: Wire) 
     assert await producer.status("late") == Status(
         request_id="late", state=State.FINISHED, finish_reasons=("deadline",)
     )
-    await wire.claimed("failed")
-    await wire.lapse("failed")
+    await wire.enqueue("failed")
+    await wire.redis.delete(wire.keys.payload("failed"))
     await wire.claim()
     failed = await producer.status("failed")
-    assert (failed.state, failed.error_code) == (State.FAILED, "attempts_exhausted")
+    assert (failed.state, failed.error_code) == (State.FAILED, "payload_lost")
     assert failed.error_message
 
 
@@ -304,10 +304,10 @@ async def test_many_submits_at_once(producer: InferenceClient, wire: Wire) -> No
 async def test_callers_cannot_make_the_client_remember_without_end(
     producer: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inferq.producer.client._MAX_MODELS", 3)
+    monkeypatch.setattr("inferq.producer.submission._MAX_MODELS", 3)
     for number in range(10):
         await producer.submit("x", model=f"model-{number}")
-    assert len(producer._models) <= 3
+    assert len(producer._submitter._models) <= 3
 
 
 async def test_a_full_server_is_told(producer: InferenceClient, wire: Wire) -> None:

@@ -7,72 +7,21 @@ import json
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from asyncio.subprocess import PIPE
 
 import pytest
+from support.command_line import PROCESSES, run, start, work
 from support.waiting import wait_until
 from support.wire import Wire, following
 
 from inferq.producer.cli import FAILED, INTERRUPTED, OK, UNREACHABLE, USAGE, main
 from inferq.producer.contract import Keys
 
+pytestmark = pytest.mark.usefixtures("no_process_left")
 Capture = pytest.CaptureFixture[str]
-PROCESSES: list[Process] = []
 
 
-@pytest.fixture(autouse=True)
-async def no_process_left() -> AsyncIterator[None]:
-    yield
-    while PROCESSES:
-        process = PROCESSES.pop()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        process._transport.close()
-    await asyncio.sleep(0)  # the transports' own farewell
-
-
-async def start(*arguments: str, url: str, **env: str) -> Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "inferq.producer.cli",
-        *arguments,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env={**os.environ, "INFERQ_REDIS_URL": url, **env},
-    )
-    PROCESSES.append(process)
-    return process
-
-
-async def run(*arguments: str, url: str, stdin: bytes = b"", **env: str) -> tuple[int, str, str]:
-    process = await start(*arguments, url=url, **env)
-    out, err = await process.communicate(stdin)
-    assert b"Traceback" not in err, err.decode()
-    return process.returncode, out.decode(), err.decode()
-
-
-async def work(wire: Wire, *texts: str, kind: str = "finished", data: str | None = None) -> dict[str, object]:
-    """Take the next job as a worker does, publish the texts and the end; the request that was taken."""
-
-    async def claimed() -> object:
-        return await wire.claim()
-
-    (job,) = await wait_until(claimed)
-    at = 0
-    for number, text in enumerate(texts, start=1):
-        delta = {"index": number - 1, "at": at, "text": text, "token_ids": [number]}
-        await wire.publish(replace(following(job, number), data=json.dumps(delta)))
-        at += len(text)
-    last = following(job, len(texts) + 1, kind="finished")
-    await wire.worker.finish(replace(last, type=kind, data=data or last.data))
-    return json.loads(job.payload)["a"][0]
-
-
+@pytest.mark.usefixtures("served")
 async def test_generate_streams_text(redis_url: str, wire: Wire) -> None:
     flags = [
         "--model=tiny", "--max-tokens=5", "--temperature=0.5", "--top-p=0.9", "--top-k=3",
@@ -143,6 +92,7 @@ async def test_a_closed_stdin_is_said(redis_url: str) -> None:
     assert "closed" in err.decode()
 
 
+@pytest.mark.usefixtures("served")
 async def test_text_is_printed_as_it_comes(redis_url: str, wire: Wire) -> None:
     process = await start("generate", "x", "--request-id=a", "--model=tiny", url=redis_url)
 
@@ -157,6 +107,7 @@ async def test_text_is_printed_as_it_comes(redis_url: str, wire: Wire) -> None:
     assert process.returncode == OK
 
 
+@pytest.mark.usefixtures("served")
 async def test_generate_sends_a_chat(redis_url: str, wire: Wire) -> None:
     flags = ["--chat", "--message", "system:Be brief: very.", "--seed=1"]
     running = asyncio.create_task(run("generate", "-", *flags, url=redis_url, stdin=b"Hi\n", INFERQ_MODEL="tiny"))
@@ -168,6 +119,7 @@ async def test_generate_sends_a_chat(redis_url: str, wire: Wire) -> None:
     ]
 
 
+@pytest.mark.usefixtures("served")
 async def test_generate_prints_json(redis_url: str, wire: Wire) -> None:
     running = asyncio.create_task(run("generate", "x", "--json", "--model=tiny", "--request-id=a", url=redis_url))
     await work(wire, "é")
@@ -183,18 +135,21 @@ async def test_generate_prints_json(redis_url: str, wire: Wire) -> None:
 FAILURE = '{"code":"engine_crashed","message":"it died","attempts":1}'
 
 
+@pytest.mark.usefixtures("served")
 async def test_a_failed_request(redis_url: str, wire: Wire) -> None:
     running = asyncio.create_task(run("generate", "x", "--model=tiny", url=redis_url))
     await work(wire, "par", kind="failed", data=FAILURE)
     assert await running == (FAILED, "par\n", "inferq: engine_crashed: it died\n")
 
 
+@pytest.mark.usefixtures("served")
 async def test_a_request_that_somebody_stops(redis_url: str, wire: Wire) -> None:
     running = asyncio.create_task(run("generate", "x", "--model=tiny", "--request-id=a", url=redis_url))
     await work(wire, "par", data='{"finish_reasons":["cancelled"]}')
     assert await running == (FAILED, "par\n", "inferq: a was stopped: cancelled\n")
 
 
+@pytest.mark.usefixtures("served")
 async def test_ctrl_c_cancels_the_request(redis_url: str, wire: Wire) -> None:
     process = await start("generate", "x", "--model=tiny", "--request-id=a", url=redis_url)
 

@@ -8,20 +8,19 @@ import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
+from support.reading import blocked_readers, generate, kinds, line_of, multiplexer_of, read, tokens, until_blocked
 from support.servers import valkey
 from support.waiting import wait_until
 from support.wire import Wire, following
 
 from inferq.producer import (
-    Delta,
     EngineFailure,
-    Event,
-    EventStream,
     InferenceClient,
     InvalidRequest,
     JobLost,
@@ -31,41 +30,9 @@ from inferq.producer import (
     connect,
 )
 from inferq.producer.contract import Keys
-from inferq.worker.commands import Claimed, Outcome
+from inferq.producer.multiplexer import Multiplexer
 
-
-async def generate(wire: Wire, job: Claimed, *, first: int = 1, last: int = 4, end: bool = True) -> None:
-    """The owner's deltas, one token of one character each, and the terminal event."""
-    for number in range(first, last + 1):
-        assert await wire.publish(following(job, number)) == [Outcome.OK]
-    if end:
-        assert await wire.worker.finish(following(job, last + 1, kind="finished")) is Outcome.OK
-
-
-async def read(stream: EventStream) -> list[Event]:
-    return [event async for event in stream]
-
-
-def kinds(events: list[Event]) -> list[str]:
-    return [event.type for event in events]
-
-
-def tokens(events: list[Event]) -> list[int]:
-    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
-
-
-async def blocked_readers(client: redis.asyncio.Redis) -> list[dict[str, str]]:
-    """The connections that wait in XREAD now, on this test's database."""
-    database = str(client.connection_pool.connection_kwargs.get("db", 0))
-    return [each for each in await client.client_list() if "b" in each["flags"] and each["db"] == database]
-
-
-async def until_blocked(client: redis.asyncio.Redis, *, number: int = 1, idle_s: int = 0) -> None:
-    async def waiting() -> bool:
-        readers = await blocked_readers(client)
-        return len(readers) == number and all(int(each["idle"]) >= idle_s for each in readers)
-
-    await wait_until(waiting, what=f"{number} readers wait in XREAD for {idle_s} s")
+pytestmark = pytest.mark.usefixtures("served")
 
 
 def hurried(producer: InferenceClient, **changes: Any) -> InferenceClient:
@@ -80,7 +47,7 @@ ALL = ["queued", "started", "delta", "delta", "delta", "delta", "finished"]
 async def test_two_readers_and_a_late_one_get_all_of_it(producer: InferenceClient, wire: Wire) -> None:
     await wire.enqueue("a")
     readers = [asyncio.create_task(read(producer.stream("a"))) for _ in range(2)]
-    await until_blocked(wire.redis, number=2)
+    await until_blocked(wire.redis)
     (job,) = await wire.claim()
     await generate(wire, job)
     one, two = await asyncio.gather(*readers)
@@ -162,13 +129,13 @@ async def test_a_stream_that_goes_ends_its_reader(producer: InferenceClient, wir
 
 
 async def test_another_job_under_the_id_ends_its_reader(producer: InferenceClient, wire: Wire) -> None:
-    await generate(wire, await wire.claimed("a"), end=False)
+    job = await wire.claimed("a")
+    await generate(wire, job, end=False)
     stream = producer.stream("a")
     events = [await anext(stream) for _ in range(6)]
     reader = asyncio.create_task(anext(stream))
     await until_blocked(wire.redis)
-    await wire.lapse("a")
-    await wire.claim()
+    await wire.worker.finish(following(job, 5, kind="failed"))
     assert (await reader).type == "failed"
     resumed = producer.stream("a", stream.position)
     behind = producer.stream("a")
@@ -207,9 +174,10 @@ async def test_reads_that_are_over_do_not_hurry_the_reader(producer: InferenceCl
 
 
 async def test_1000_cancelled_reads_never_mix_replies(redis_url: str, wire: Wire) -> None:
-    """Two streams on one pool of one connection; each read that is cut short must leave nothing for the next one."""
+    """Two streams on one connection for commands, one for reads and one to wake them; each read that is cut short must
+    leave nothing for the next one."""
     async with connect(redis_url, max_connections=1) as client, InferenceClient(client, model="tiny") as producer:
-        producer._source.blocking.connection_pool.max_connections = 1
+        line_of(producer).connection_pool.max_connections = 2
         waiting, other = await wire.claimed("waiting"), await wire.claimed("other")
         await generate(wire, other)
         stream = producer.stream("waiting")
@@ -249,8 +217,7 @@ async def test_a_dropped_connection_is_made_again(producer: InferenceClient, wir
     job = await wire.claimed("a")
     reader = asyncio.create_task(read(producer.stream("a")))
     for number in range(1, 4):
-        await until_blocked(wire.redis)
-        (each,) = await blocked_readers(wire.redis)
+        (each,) = await wait_until(lambda: blocked_readers(wire.redis))
         await wire.redis.client_kill_filter(_id=each["id"])
         await generate(wire, job, first=number, last=number, end=False)
     await generate(wire, job, first=4)
@@ -323,7 +290,7 @@ async def test_a_server_that_is_away_for_too_long_is_given_up(own_server: tuple[
 
 async def cut(producer: InferenceClient) -> None:
     """Close the idle connections, as a server does that goes away."""
-    await producer._source.blocking.connection_pool.disconnect()
+    await line_of(producer).connection_pool.disconnect()
     await producer._source.redis.connection_pool.disconnect()
 
 
@@ -394,20 +361,56 @@ async def test_streams_that_nobody_goes_on_with_hold_no_connection(redis_url: st
             async for event in producer.stream("a"):
                 assert event.type == "queued"
                 break
-        assert len(producer._source.blocking.connection_pool._available_connections) == 1
-        assert not producer._source.blocking.connection_pool._in_use_connections
-        waiting = asyncio.create_task(read(producer.stream("a", position="0")))
+        assert not line_of(producer).connection_pool._available_connections
+        stream = producer.stream("a")
+        waiting = asyncio.create_task(read(stream))
         await until_blocked(wire.redis)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await wait_until(lambda: _no_readers(wire.redis))
+        assert len(await blocked_readers(wire.redis)) == 1, "an open stream is read one batch ahead"
+        del waiting, stream
+        gc.collect()
+        multiplexer = multiplexer_of(producer)
+        await wait_until(partial(_nobody_reads, multiplexer))
+        await multiplexer.settled()
+        assert not await blocked_readers(wire.redis)
         await producer.aclose()
-        del producer, waiting
+        del producer, multiplexer
         gc.collect()
 
 
-async def _no_readers(client: redis.asyncio.Redis) -> bool:
-    return not await blocked_readers(client)
+def _nobody_reads(multiplexer: Multiplexer) -> bool:
+    return multiplexer.num_connections == 0
+
+
+@pytest.mark.parametrize("turns", range(1, 12))
+async def test_a_stream_that_is_closed_while_it_looks_ends(producer: InferenceClient, wire: Wire, turns: int) -> None:
+    """At whatever moment: it must not begin to wait after that."""
+    hurried(producer, block_ms=600_000)
+    await wire.enqueue("a")
+    stream = producer.stream("a")
+    reader = asyncio.create_task(read(stream))
+    for _ in range(turns):
+        await asyncio.sleep(0.0005)
+    await stream.aclose()
+    async with asyncio.timeout(20):
+        assert kinds(await reader) in ([], ["queued"])
+    assert multiplexer_of(producer).num_connections == 0
+
+
+async def test_a_cancellation_is_never_lost(producer: InferenceClient, wire: Wire) -> None:
+    """At whatever moment it comes; redis-py alone loses one that comes just before it looks at its connection."""
+    hurried(producer, block_ms=600_000)
+    await wire.enqueue("a")
+    for turns in range(60):
+        for work in (read(producer.stream("a")), producer.status("a"), producer.result("a")):
+            task = asyncio.create_task(work)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            was_done = task.done()
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=20)
+            assert done and (was_done or task.cancelled()), f"lost after {turns} turns of the loop"
 
 
 async def test_closing_the_client_ends_its_streams(producer: InferenceClient, wire: Wire) -> None:
@@ -472,10 +475,10 @@ async def test_a_result_that_does_not_come_in_time(producer: InferenceClient, wi
 
 
 async def test_a_failed_request_raises_what_failed_names(producer: InferenceClient, wire: Wire) -> None:
-    await generate(wire, await wire.claimed("a"), end=False)
-    await wire.lapse("a")
-    await wire.claim()
-    with pytest.raises(EngineFailure, match="attempts_exhausted") as caught:
+    job = await wire.claimed("a")
+    await generate(wire, job, end=False)
+    await wire.worker.finish(following(job, 5, kind="failed"))
+    with pytest.raises(EngineFailure, match="internal: a test") as caught:
         await producer.result("a")
     assert caught.value.request_id == "a"
 

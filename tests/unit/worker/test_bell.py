@@ -43,6 +43,29 @@ async def idles(client: redis.asyncio.Redis) -> bool:
     return not await waits(client)
 
 
+async def test_after_an_error_it_listens_on_another_connection(redis_url: str, client: redis.asyncio.Redis) -> None:
+    """A server that was demoted refuses to wait, and keeps the connection."""
+    wanted = asyncio.Event()
+    wanted.set()
+    await client.set(KEY, "no list")
+    async with listening(redis_url, wanted) as heard:
+        await wait_until(lambda: _refusals(client))
+        before = (await client.info("stats"))["total_connections_received"]
+        await wait_until(lambda: _has_more_connections(client, before))
+        await client.delete(KEY)
+        await wait_until(lambda: waits(client))
+        await client.lpush(KEY, 1)
+        await wait_until(lambda: heard)
+
+
+async def _refusals(client: redis.asyncio.Redis) -> bool:
+    return bool((await client.info("errorstats")).get("errorstat_WRONGTYPE"))
+
+
+async def _has_more_connections(client: redis.asyncio.Redis, before: int) -> bool:
+    return int((await client.info("stats"))["total_connections_received"]) > before
+
+
 async def test_a_ring_is_heard(redis_url: str, client: redis.asyncio.Redis) -> None:
     wanted = asyncio.Event()
     wanted.set()

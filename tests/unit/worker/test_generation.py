@@ -15,15 +15,17 @@ from inferq.engine.admission import Prompt
 from inferq.engine.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from inferq.engine.request import Delta, FinishReason, SamplingParams
 from inferq.engine.stream import Sink
+from inferq.producer.contract import Keys
 from inferq.producer.events import Finished
 from inferq.producer.events import FinishReason as Reason
-from inferq.worker import publisher
+from inferq.worker import outbox
 from inferq.worker.clock import RedisClock
-from inferq.worker.commands import Claimed, Outcome
+from inferq.worker.commands import Claimed, Entry, Outcome
 from inferq.worker.errors import Dropped, ServerFull, ShuttingDown
 from inferq.worker.generate import Generation
 from inferq.worker.prepare import failure
 from inferq.worker.publisher import Publisher
+from inferq.worker.recovery import Recovery
 
 
 class ToldEngine:
@@ -42,9 +44,18 @@ class ToldEngine:
             await self.tokenizing.wait()
         return [1, 2, 3]
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, sink: Sink) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: Sink,
+        *,
+        generated: Sequence[int] = (),
+    ) -> None:
         if self.refusal is not None:
             raise self.refusal
+        self.generated = tuple(generated)
         self.sinks[request_id] = sink
 
     def abort(self, request_id: str) -> bool:
@@ -75,14 +86,18 @@ class Bench:
         self.redis = redis
         self.clock = RedisClock()
         self.publisher = publisher
+        self.recovery = Recovery(redis, publisher, redis, Keys("tiny"), worker="w", lease_ms=1000)
 
-    def open(self, *, expires_at_ms: int | None = None, max_unsent_tokens: int = 100) -> Generation:
-        claimed = Claimed("a", "token", 7, 5, 1, b"{}", 12.5, expires_at_ms)
+    def open(
+        self, *, expires_at_ms: int | None = None, max_unsent_tokens: int = 100, resumed: bool = False, epoch: int = 7
+    ) -> Generation:
+        claimed = Claimed("a", "token", epoch, 5, 1, b"{}", 12.5, expires_at_ms, resumed)
         return Generation(
             claimed,
             model="tiny",
             engine=self.engine,
             publisher=self.publisher,
+            recovery=self.recovery,
             clock=self.clock,
             max_unsent_tokens=max_unsent_tokens,
         )
@@ -104,10 +119,12 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     redis = ScriptedRedis()
     publisher = Publisher(redis)
-    task = asyncio.create_task(publisher.run())
-    yield Bench(publisher, redis)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    bench = Bench(publisher, redis)
+    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(bench.recovery.run())]
+    yield bench
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_request_ends_as_the_engine_says(bench: Bench) -> None:
@@ -250,7 +267,7 @@ class TestAFullServer:
         assert bench.redis.deltas("a")[-1].finish_reason is Reason.CANCELLED
 
     async def test_that_stays_full_ends_the_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(publisher, "FULL_SECONDS", 0.05)
+        monkeypatch.setattr(outbox, "FULL_SECONDS", 0.05)
         bench.redis.full = True
         generation = bench.open()
         async with bench.running(generation) as task:
@@ -296,25 +313,125 @@ async def test_a_lost_request_publishes_nothing_more(bench: Bench) -> None:
     assert ("abort", "a") in bench.engine.said
 
 
-async def test_a_fenced_publish_drops_the_request(bench: Bench) -> None:
+async def test_a_request_that_is_somebody_elses_is_dropped(bench: Bench) -> None:
     bench.redis.owners["a"] = "somebody else"
     generation = bench.open()
     async with bench.running(generation) as task:
         bench.engine.give("x", 1)
-        with pytest.raises(Dropped, match="fenced"):
+        with pytest.raises(Dropped, match="lease lost"):
             await task
+    assert bench.redis.streams["a"] == []
     assert ("abort", "a") in bench.engine.said
 
 
-async def test_a_shutdown_ends_it_with_what_was_generated(bench: Bench) -> None:
+async def test_a_shutdown_hands_it_back_with_what_was_generated(bench: Bench) -> None:
+    """Not with what the engine held back: that depends on what comes next, and nobody knows it yet."""
+    bench.engine.held = "half a"
     generation = bench.open()
     async with bench.running(generation) as task:
         bench.engine.give("some", 4)
         generation.interrupt(ShuttingDown())
         with pytest.raises(ShuttingDown):
             await task
-    await wait_until(lambda: bench.redis.streams)
+        assert await generation.hand_back() is Outcome.OK
+    assert bench.redis.handed_back == ["a"]
     assert bench.text() == "some"
+    assert bench.redis.deltas("a")[-1].finish_reason is None
+
+
+RESUMED = [
+    Entry("a", "x", "5-0", "6-0", "started", '{"attempt":1,"worker":"w","resumed_tokens":[0],"queue_ms":1}'),
+    Entry("a", "x", "6-0", "6-1", "delta", '{"index":0,"at":0,"text":"Hel","token_ids":[0,1]}'),
+    Entry("a", "x", "6-1", "6-2", "delta", '{"index":2,"at":3,"text":"","token_ids":[2]}'),
+    Entry("a", "x", "6-2", "7-0", "started", '{"attempt":2,"worker":"w","resumed_tokens":[3],"queue_ms":1}'),
+]
+
+
+async def test_a_resumed_request_goes_on_behind_what_was_published(bench: Bench) -> None:
+    bench.redis.streams["a"] = list(RESUMED)
+    bench.clock.measured(0.0, 0.0, (0, 0))
+    generation = bench.open(resumed=True)
+    async with bench.running(generation) as task:
+        assert bench.engine.generated == (0, 1, 2)
+        bench.engine.sent = (3, 3)
+        bench.engine.give("lo", 2, FinishReason.STOP)
+        event = await task
+        assert await generation.finish(event) is Outcome.OK
+    assert (bench.text(), bench.tokens()) == ("Hello", [0, 1, 2, 3, 4])
+    assert [entry.entry_id for entry in bench.redis.streams["a"][-2:]] == ["7-1", "7-2"]
+    assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (3, 5)
+    assert event.timings.ttft_ms is None
+
+
+async def test_a_resumed_request_that_goes_on_elsewhere_fails_and_shows_no_hole(bench: Bench) -> None:
+    """As it would with a worker whose tokenizer is another."""
+    bench.redis.streams["a"] = list(RESUMED)
+    generation = bench.open(resumed=True)
+    async with bench.running(generation):
+        bench.engine.sent = (3, 2)
+        with pytest.raises(ValueError, match="is next"):
+            bench.engine.give("llo", 2)
+    assert bench.text() == "Hel"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "cancelled", "deadline"])
+async def test_an_answer_that_was_complete_lacks_its_end_alone(bench: Bench, reason: str) -> None:
+    last = Entry(
+        "a", "x", "6-2", "6-3", "delta", f'{{"index":3,"at":3,"text":"p","token_ids":[],"finish_reason":"{reason}"}}'
+    )
+    bench.redis.streams["a"] = [*RESUMED[:-1], last, RESUMED[-1]]
+    bench.clock.measured(0.0, 0.0, (0, 0))
+    generation = bench.open(resumed=True)
+    event = await generation.run({"prompt": "hi"})
+    assert await generation.finish(event) is Outcome.OK
+    assert bench.engine.sinks == {}
+    assert event.finish_reasons == (Reason(reason),)
+    assert event.usage.completion_tokens == 3
+    assert (bench.text(), [entry.type for entry in bench.redis.streams["a"]][-2:]) == ("Help", ["started", "finished"])
+
+
+async def test_a_resumed_request_that_is_cancelled_at_once_counts_what_stands(bench: Bench) -> None:
+    bench.redis.streams["a"] = list(RESUMED)
+    bench.clock.measured(0.0, 0.0, (0, 0))
+    bench.engine.tokenizing = asyncio.Event()
+    generation = bench.open(resumed=True)
+    task = asyncio.create_task(generation.run({"prompt": "hi"}))
+    await asyncio.sleep(0)
+    generation.cancel()
+    bench.engine.tokenizing.set()
+    event = await task
+    await generation.finish(event)
+    assert event.finish_reasons == (Reason.CANCELLED,)
+    assert event.usage.completion_tokens == 3
+    assert bench.text() == "Hel"
+
+
+async def test_what_will_be_held_counts_until_the_first_token(bench: Bench) -> None:
+    bench.engine.tokenizing = asyncio.Event()
+    generation = bench.open()
+    task = asyncio.create_task(generation.run({"prompt": "hi", "sampling": {"max_tokens": 50}}))
+    await asyncio.sleep(0)
+    assert generation.uncounted_tokens == 50
+    bench.engine.tokenizing.set()
+    await wait_until(lambda: bench.engine.sinks)
+    assert generation.uncounted_tokens == 53
+    bench.engine.give("x", 1)
+    assert generation.uncounted_tokens == 0
+    bench.engine.give("x", 1, FinishReason.STOP)
+    await task
+
+
+async def test_a_lease_that_lapsed_is_got_back_while_the_engine_goes_on(bench: Bench) -> None:
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("be", 2)
+        await wait_until(lambda: bench.redis.streams)
+        bench.redis.lapse("a")
+        generation.lose("the lease has lapsed")
+        bench.engine.give("fore", 1, FinishReason.STOP)
+        assert await generation.finish(await task) is Outcome.OK
+    assert bench.text() == "before"
+    assert bench.engine.said == []
 
 
 async def test_the_first_end_counts(bench: Bench) -> None:

@@ -16,8 +16,8 @@ class Request:
     def cancel(self) -> None:
         self.said.append("cancel")
 
-    def drop(self, why: str) -> None:
-        self.said.append("drop")
+    def lose(self, why: str) -> None:
+        self.said.append("lose")
 
 
 class Renewals:
@@ -37,7 +37,7 @@ async def test_all_are_renewed_by_one_call_and_told_what_came_of_it() -> None:
     renewals = Renewals(Renewed(cancelled=["b"], lost=["c"]))
     await Leases(renewals, running, 1000).renew()
     assert renewals.asked == [[("a", "ta"), ("b", "tb"), ("c", "tc")]]
-    assert [request.said for request in running.values()] == [[], ["cancel"], ["drop"]]
+    assert [request.said for request in running.values()] == [[], ["cancel"], ["lose"]]
 
 
 async def test_a_doorbell_asks_for_what_runs_here_only() -> None:
@@ -63,4 +63,4 @@ async def test_a_late_answer_never_hits_a_later_request_of_the_same_id() -> None
     renewals = Renewals(Renewed(cancelled=[], lost=["a"]))
     renewals.meanwhile = lambda: running.update(a=new)
     await Leases(renewals, running, 1000).renew()
-    assert (old.said, new.said) == (["drop"], [])
+    assert (old.said, new.said) == (["lose"], [])

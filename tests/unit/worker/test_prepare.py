@@ -11,13 +11,13 @@ import pytest
 from arq.jobs import serialize_job
 from arq.worker import func
 
-from inferq.engine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, RequestFailedError
+from inferq.engine.errors import EngineCrashedError, EngineOverloadedError, InvalidRequestError, RequestFailedError
 from inferq.engine.request import SamplingParams
 from inferq.producer.contract import encode_json
 from inferq.producer.events import ErrorCode
 from inferq.producer.requests import MAX_MESSAGE_VALUES, MAX_MESSAGES, MAX_PROMPT_TOKENS, Sampling
 from inferq.worker.commands import Claimed
-from inferq.worker.errors import BadPayload, ServerFull, ShuttingDown
+from inferq.worker.errors import BadPayload, ServerFull
 from inferq.worker.generate import generate
 from inferq.worker.prepare import MAX_VALUES, failure, parse, read_call, run_where_it_fits
 
@@ -191,11 +191,10 @@ def test_what_is_wrong_with_a_request_is_named_without_its_text(request_: Any, p
     [
         (BadPayload("no job"), ErrorCode.BAD_PAYLOAD, "no job"),
         (InvalidRequestError("max_tokens"), ErrorCode.INVALID_REQUEST, "max_tokens"),
-        (EngineDeadError(CANARY), ErrorCode.ENGINE_CRASHED, "the engine died"),
+        (EngineCrashedError(CANARY), ErrorCode.ENGINE_CRASHED, "the engine died twice with this request alone"),
         (EngineOverloadedError(CANARY), ErrorCode.INTERNAL, "as many requests"),
         (RequestFailedError(CANARY), ErrorCode.INTERNAL, "RequestFailedError"),
         (ServerFull(), ErrorCode.INTERNAL, "Redis has been full"),
-        (ShuttingDown(), ErrorCode.INTERNAL, "the worker is shutting down"),
         (KeyError(CANARY), ErrorCode.INTERNAL, "KeyError"),
     ],
 )

@@ -40,10 +40,10 @@ def beat(redis_url: str) -> object:
         ([("w1", "there", False), ("w2", "here", False)], True),
     ],
 )
-def test_only_a_live_worker_of_this_host_counts(redis_url: str, beat, workers: list, alive: bool) -> None:
+async def test_only_a_live_worker_of_this_host_counts(redis_url: str, beat, workers: list, alive: bool) -> None:
     for worker, host, lapsed in workers:
         beat(worker, host, lapsed=lapsed)
-    assert probe.is_alive(read_settings(["--redis-url", redis_url]), "here") is alive
+    assert await probe.is_alive(read_settings(["--redis-url", redis_url]), "here") is alive
 
 
 def test_the_exit_code_tells_and_no_model_library_is_loaded(redis_url: str, beat) -> None:

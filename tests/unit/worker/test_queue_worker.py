@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -15,9 +15,13 @@ import pytest
 from redis.exceptions import ConnectionError
 from support.waiting import wait_until
 
+from inferq.engine.errors import EngineCrashedError, EngineDeadError
 from inferq.producer import connect
 from inferq.producer.contract import decode_json, encode_json
-from inferq.worker.commands import Claimed
+from inferq.worker.clock import RedisClock
+from inferq.worker.commands import Claimed, DeadLetter, Outcome
+from inferq.worker.errors import ShuttingDown
+from inferq.worker.outbox import Outbox
 from inferq.worker.queue import QueueWorker
 from inferq.worker.settings import read_settings
 
@@ -57,24 +61,56 @@ class ScriptedClaims:
         return answer
 
 
+class Room:
+    """Slots, and ten free blocks of ten tokens."""
+
+    block_size = 10
+    is_open = True
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+
+    def free_blocks(self, uncounted_tokens: Iterable[int]) -> int:
+        return 10 - sum(uncounted_tokens) // self.block_size
+
+
 class ScriptedGeneration:
     """A request that ends when it is told to."""
 
+    last: ScriptedGeneration
+
     def __init__(self, claimed: Claimed) -> None:
+        ScriptedGeneration.last = self
         self.claimed = claimed
         self.token = claimed.token
+        self.uncounted_tokens = 0
         self.end = asyncio.Event()
-        self.interrupted: list[Exception] = []
+        self.error: Exception = RuntimeError("ended by the test")
+        self.ways_out: list[Any] = []
+        self.outbox = Outbox(
+            request_id=claimed.request_id,
+            token=claimed.token,
+            epoch=claimed.epoch,
+            max_unsent_tokens=1,
+            on_pressure=lambda over: None,
+            on_lost=lambda why: None,
+            on_stuck=lambda: None,
+        )
 
     async def run(self, request: Any) -> Any:
         await self.end.wait()
-        raise RuntimeError("ended by the test")
+        raise self.error
 
-    async def finish(self, event: Any) -> None:
-        return None
+    async def finish(self, event: Any, *, dead: Any = None) -> Outcome:
+        self.ways_out.append((event, dead))
+        return Outcome.OK
+
+    async def hand_back(self) -> Outcome:
+        self.ways_out.append("handed back")
+        return Outcome.OK
 
     def interrupt(self, error: Exception) -> None:
-        self.interrupted.append(error)
+        self.error = error
         self.end.set()
 
 
@@ -86,12 +122,15 @@ def job(request_id: str) -> Claimed:
 @asynccontextmanager
 async def running(claims: ScriptedClaims, *flags: str, slots: int = 4) -> AsyncIterator[QueueWorker]:
     redis = connect("redis://localhost:1")  # never used: all commands are scripted
+    clock = RedisClock()
+    clock.measured(0.0, 0.0, (0, 0))
     settings = read_settings(["--poll-seconds", "0.05", "--lease-seconds", "0.5", *flags])
     worker = QueueWorker(
         settings,
         redis,
         claims,
-        slots=slots,
+        room=Room(slots),
+        clock=clock,
         open_generation=ScriptedGeneration,  # type: ignore[arg-type]
     )
     loop = asyncio.create_task(worker.async_run())
@@ -130,6 +169,53 @@ async def test_slots_are_what_is_left_and_what_runs_is_passed_by() -> None:
         assert worker.has_room.is_set()
 
 
+async def test_a_claim_says_what_room_there_is() -> None:
+    claims = ScriptedClaims()
+    claims.answers = [[job("a"), job("b")]]
+    async with running(claims, "--max-attempts", "7") as worker:
+        await wait_until(lambda: len(claims.calls) > 1)
+        first, second = claims.calls[:2]
+        assert (first["free_blocks"], first["block_size"], first["running_here"]) == (10, 10, 0)
+        assert (second["free_blocks"], second["running_here"], second["max_attempts"]) == (10, 2, 7)
+        worker.generations["a"].uncounted_tokens = 35  # type: ignore[misc]
+        await wait_until(lambda: claims.calls[-1]["free_blocks"] == 7)
+
+
+async def test_while_the_engine_starts_again_nothing_is_claimed() -> None:
+    """But what was cancelled or has expired is still ended: the claim itself goes on."""
+    claims = ScriptedClaims()
+    async with running(claims) as worker:
+        worker._room.is_open = False  # type: ignore[misc]
+        await wait_until(lambda: claims.calls and claims.calls[-1]["slots"] == 0)
+        worker._room.is_open = True  # type: ignore[misc]
+        await wait_until(lambda: claims.calls[-1]["slots"] == 4)
+
+
+@pytest.mark.parametrize("error", [ShuttingDown(), EngineDeadError("the GPU is gone")])
+async def test_what_is_not_the_requests_fault_goes_back_to_the_queue(error: Exception) -> None:
+    claims = ScriptedClaims()
+    claims.answers = [[job("a")]]
+    async with running(claims) as worker:
+        generation: Any = await wait_until(lambda: worker.generations.get("a"))
+        generation.interrupt(error)
+        await wait_until(lambda: not worker.generations)
+    assert generation.ways_out == ["handed back"]
+
+
+async def test_a_request_that_killed_the_engine_leaves_a_dead_letter() -> None:
+    claims = ScriptedClaims()
+    claims.answers = [[job("a"), job("b")]]
+    async with running(claims) as worker:
+        guilty, other = [await wait_until(lambda n=name: worker.generations.get(n)) for name in "ab"]
+        guilty.interrupt(EngineCrashedError("canary"))
+        other.interrupt(RuntimeError("a bug"))
+        await wait_until(lambda: not worker.generations)
+    ((event, dead),) = guilty.ways_out
+    assert (event.code, dead) == ("engine_crashed", DeadLetter("engine_crashed", 1))
+    ((event, dead),) = other.ways_out
+    assert (event.code, dead) == ("internal", None)
+
+
 async def test_each_claim_has_a_token_of_its_own() -> None:
     claims = ScriptedClaims()
     async with running(claims):
@@ -141,23 +227,25 @@ async def test_each_claim_has_a_token_of_its_own() -> None:
 async def test_nothing_is_taken_over_for_one_lease_after_the_first_contact() -> None:
     claims = ScriptedClaims()
     async with running(claims):
-        await wait_until(lambda: claims.calls and claims.calls[-1]["sweep"])
-    first = next(call for call in claims.calls if call["sweep"])
+        await wait_until(lambda: claims.calls and claims.calls[-1]["takeover"])
+    # A lease that ended before that says nothing against its worker: its job's attempts stay as they are.
+    assert all(abs(call["grace_end_ms"] - (claims.calls[0]["at"] + 0.5) * 1000) < 400 for call in claims.calls)
+    first = next(call for call in claims.calls if call["takeover"])
     assert first["at"] >= claims.calls[0]["at"] + 0.5
-    assert all(not call["sweep"] for call in claims.calls[: claims.calls.index(first)])
+    assert all(not call["takeover"] for call in claims.calls[: claims.calls.index(first)])
 
 
 async def test_a_redis_error_ends_nothing_and_puts_off_takeovers() -> None:
     claims = ScriptedClaims()
     async with running(claims):
-        await wait_until(lambda: claims.calls and claims.calls[-1]["sweep"])
+        await wait_until(lambda: claims.calls and claims.calls[-1]["takeover"])
         claims.answers = [ConnectionError("scripted"), OSError("scripted"), [job("a")]]
         await wait_until(lambda: not claims.answers)
         failed = len(claims.calls)
         await wait_until(lambda: len(claims.calls) > failed + 1)
-        assert not claims.calls[failed]["sweep"]
+        assert not claims.calls[failed]["takeover"]
         assert claims.calls[failed]["exclude"] == ["a"]
-        await wait_until(lambda: claims.calls[-1]["sweep"])
+        await wait_until(lambda: claims.calls[-1]["takeover"])
 
 
 async def test_a_ring_brings_a_claim_at_once() -> None:
@@ -186,6 +274,19 @@ async def test_a_claim_under_way_at_the_stop_is_seen_through() -> None:
         worker.interrupt_all(RuntimeError("stop"))
         await idle
         assert len(claims.calls) == 1
+
+
+async def test_what_a_claim_under_way_brings_after_the_drain_goes_back_too() -> None:
+    claims = ScriptedClaims()
+    claims.gate = asyncio.Event()
+    claims.answers = [[job("a")]]
+    async with running(claims) as worker:
+        await wait_until(lambda: claims.calls)
+        worker.stop_picking()
+        worker.interrupt_all(ShuttingDown())
+        claims.gate.set()
+        await worker.wait_idle()
+        assert ScriptedGeneration.last.ways_out == ["handed back"]
 
 
 @pytest.mark.parametrize("payload", [b"junk", encode_json({"t": None, "f": "no", "a": [], "k": {}, "et": 1})])

@@ -1,0 +1,169 @@
+"""Who is in the child, and who may take part in its steps: what is said down the pipe about requests is said here.
+
+A child that has died is forgotten, and everybody is placed anew when the next one is there, each with what it has
+generated. While there are suspects, the one whose turn it is runs alone; it starts when the child has said that nobody
+else can be in a step. Knows nothing of text and sinks; standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from .errors import EngineError, EngineOverloadedError
+from .pipe import Abort, Down, Freed, Pause, Paused, Resume, Stats, Step
+from .suspects import Suspects
+from .tracked import Place, TrackedRequest
+
+
+class Placement:
+    """The launched requests that have not ended, and those that the child has yet to let go of.
+
+    `send` takes messages for the child, and may raise an EngineError for an Add alone. `fail` ends a request that can
+    never be sent again.
+    """
+
+    def __init__(self, send: Callable[[Down], None], fail: Callable[[int, EngineError], None]) -> None:
+        self._send = send
+        self._fail = fail
+        self._up = False
+        self._requests: dict[int, TrackedRequest] = {}
+        self._leaving: dict[int, TrackedRequest] = {}  #: ended here; the child has not said yet that it knows
+        self._suspects = Suspects()
+        self._put_off = False  #: somebody waits until the child has read more of what it was sent
+        self._turn: int | None = None  #: the suspect that runs alone, or will when the others have stopped
+        self.stats: Stats | None = None  #: the child's counters as last heard
+
+    def __repr__(self) -> str:
+        return f"<Placement up={self._up} in={len(self._requests)} leaving={len(self._leaving)}>"
+
+    @property
+    def is_open(self) -> bool:
+        """False while there is no child, and while it works for one suspect alone."""
+        return self._up and self._turn is None
+
+    @property
+    def idle(self) -> bool:
+        return not (self._requests or self._leaving or self._suspects)
+
+    def leaving(self, request_id: str) -> TrackedRequest | None:
+        """The newest request of that id which the child has yet to let go of."""
+        return next((r for r in reversed(self._leaving.values()) if r.request_id == request_id), None)
+
+    # ---- requests ----
+
+    def enter(self, request: TrackedRequest) -> None:
+        """Raises what sending it raises; it has not entered then."""
+        self._requests[request.key] = request
+        try:
+            self._arrange(request, must_send=True)
+        except EngineError:
+            del self._requests[request.key]
+            raise
+
+    def update(self, request: TrackedRequest) -> None:
+        """It was paused or resumed."""
+        if request.key in self._requests:
+            self._arrange(request)
+
+    def credit(self, request: TrackedRequest, num_tokens: int) -> None:
+        """The child has generated tokens for it."""
+        if self._suspects and self._suspects.credit(request.key, num_tokens):
+            self._arrange()
+
+    def leave(self, request: TrackedRequest, *, ended_in_child: bool) -> None:
+        """It has ended: in the child too, or there it is aborted."""
+        self._requests.pop(request.key, None)
+        if ended_in_child or request.place is Place.OUT:
+            request.tell_freed(self.stats)
+        else:
+            self._leaving[request.key] = request
+            self._send(Abort(request.key))
+        if self._suspects.forget(request.key):
+            self._arrange()
+
+    # ---- the child ----
+
+    def on_step(self, step: Step) -> None:
+        self.stats = step.stats
+        if self._put_off:
+            self._arrange()
+
+    def on_freed(self, freed: Freed) -> None:
+        self.stats = freed.stats
+        if (request := self._leaving.pop(freed.key, None)) is not None:
+            request.tell_freed(freed.stats)
+            self._look_for_quiet()
+
+    def on_paused(self, paused: Paused) -> None:
+        if (request := self._requests.get(paused.key)) is not None:
+            request.unanswered_pauses -= 1
+            self._look_for_quiet()
+
+    def child_ready(self) -> None:
+        """A new child is there, and has none of the requests."""
+        self._up = True
+        self._arrange()
+
+    def child_died(self) -> TrackedRequest | None:
+        """Nobody is in a child any more. Returns the request that is guilty of it, if one is by now."""
+        self._up = False
+        self.stats = None
+        leaving, self._leaving = self._leaving, {}
+        present = [request.key for request in self._requests.values() if request.may_be_in_a_step]
+        guilty = self._suspects.accuse(present, alone=len(present) == 1 and not leaving)
+        for request in self._requests.values():
+            request.place, request.unanswered_pauses = Place.OUT, 0
+        for request in leaving.values():
+            request.tell_freed(None)
+        return None if guilty is None else self._requests[guilty]
+
+    # ---- inside ----
+
+    def _arrange(self, changed: TrackedRequest | None = None, *, must_send: bool = False) -> None:
+        """Hold whoever must not run, then let run whoever may.
+
+        Where nobody is suspected `changed` is the only one that is looked at. What sending that one raises is passed on
+        if it `must_send`. Whom else the pipe has no room for is put off until the child's next step.
+        """
+        if not self._up:
+            return
+        self._turn = turn = self._suspects.next(lambda key: not self._requests[key].paused)
+        requests = list(self._requests.values()) if changed is None or self._suspects else [changed]
+        for request in requests:
+            if request.place is Place.RUNNING and (request.paused or turn not in (None, request.key)):
+                request.place = Place.HELD
+                request.unanswered_pauses += 1
+                self._send(Pause(request.key))
+        self._put_off = self._put_off and changed is not None
+        for request in requests:
+            if request.place is not Place.RUNNING and not request.paused and self._may_run(request.key, turn):
+                if request.place is Place.HELD:
+                    self._send(Resume(request.key))
+                elif not self._was_sent(request, must_raise=must_send and request is changed):
+                    continue
+                request.place = Place.RUNNING
+
+    def _was_sent(self, request: TrackedRequest, *, must_raise: bool) -> bool:
+        try:
+            self._send(request.message())
+        except EngineError as exc:
+            if must_raise:
+                raise
+            elif isinstance(exc, EngineOverloadedError):
+                self._put_off = True
+            else:
+                self._fail(request.key, exc)
+            return False
+        return True
+
+    def _may_run(self, key: int, turn: int | None) -> bool:
+        return turn is None or (key == turn and self._is_quiet_but_for(key))
+
+    def _is_quiet_but_for(self, key: int) -> bool:
+        others = (request for request in self._requests.values() if request.key != key)
+        return not any(chain(self._leaving, (request.may_be_in_a_step for request in others)))
+
+    def _look_for_quiet(self) -> None:
+        if self._suspects:
+            self._arrange()

@@ -1,0 +1,81 @@
+"""Jobs that failed for a reason that somebody should look into: which they are, and what they asked for.
+
+A dead letter says id, reason and attempts, never text; the payload stands under a key of its own for a week. Knows
+how both are read; they are written by the worker's scripts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from .contract import DEAD_LENGTH, Keys, decode_json
+from .errors import InvalidRequest, UnknownRequest
+from .requests import GenerateRequest
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+#: Entries of one XREVRANGE while a letter is looked for.
+_PAGE: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """`reason` is the code of the `failed` event, `died_at_ms` Redis' time, `signature` the job's, if it had one."""
+
+    request_id: str
+    reason: str
+    attempts: int
+    died_at_ms: int
+    entry_id: str
+    signature: str = ""
+
+
+async def read_dead_letters(redis: Redis, keys: Keys, limit: int, *, before: str = "+") -> list[DeadLetter]:
+    """Up to `limit` letters, the latest first; those before an entry `before`, if given."""
+    entries = await redis.xrevrange(keys.dead, before, "-", count=limit)
+    return [_letter(entry_id.decode(), fields) for entry_id, fields in entries]
+
+
+async def find_dead_letter(redis: Redis, keys: Keys, request_id: str) -> DeadLetter:
+    """The last letter of that id. Raises UnknownRequest."""
+    before = "+"
+    for _ in range(-(-DEAD_LENGTH // _PAGE) + 1):
+        letters = await read_dead_letters(redis, keys, _PAGE, before=before)
+        for letter in letters:
+            if letter.request_id == request_id:
+                return letter
+        if len(letters) < _PAGE:
+            break
+        before = f"({letters[-1].entry_id}"
+    raise UnknownRequest(f"no dead letter of {keys.model!r} has the id {request_id!r}")
+
+
+async def read_dead_payload(redis: Redis, keys: Keys, request_id: str) -> bytes | None:
+    payload: bytes | None = await redis.get(keys.dead_payload(request_id))
+    return payload
+
+
+def request_of(payload: bytes) -> GenerateRequest:
+    """The request that a payload holds. Raises InvalidRequest, without a word of what it says."""
+    try:
+        call = decode_json(payload)
+        (arguments,) = call["a"]
+        return GenerateRequest.model_validate(arguments)
+    except (ValueError, LookupError, TypeError, RecursionError, ValidationError):
+        problem = InvalidRequest("the payload of the dead letter is not a request")
+    raise problem  # outside of the handler: pydantic's own message holds the prompt
+
+
+def _letter(entry_id: str, fields: dict[bytes, Any]) -> DeadLetter:
+    return DeadLetter(
+        request_id=fields[b"id"].decode(errors="replace"),
+        reason=fields[b"reason"].decode(),
+        attempts=int(fields[b"attempts"]),
+        died_at_ms=int(entry_id.partition("-")[0]),
+        entry_id=entry_id,
+        signature=fields.get(b"signature", b"").decode(errors="replace"),
+    )
