@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,10 +17,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import redis.asyncio
+import structlog
 
 from inferq.engine.lifeline import spawn_bound
-from inferq.producer.contract import Keys
+from inferq.worker.embedded import embedded_server
 
 #: The exit code of a benchmark that could not measure: no figure is printed that was not measured.
 CANNOT_MEASURE = 3
@@ -77,31 +79,45 @@ def report(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
         print(json.dumps(figures))
 
 
-class Worker:
-    """A running `inferq-worker` with a Valkey of its own."""
+def scripted(*flags: str) -> dict[str, str]:
+    """The environment that puts the scripted engine in the place of the model's."""
+    return {"INFERQ_ENGINE_COMMAND": shlex.join([sys.executable, str(SCRIPTED_ENGINE), *flags])}
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, model: str) -> None:
+
+@asynccontextmanager
+async def server() -> AsyncIterator[str]:
+    """A Valkey for several workers, in a temporary folder; its URL."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    async with embedded_server(None) as started:
+        yield started.url
+
+
+class Worker:
+    """A running `inferq-worker`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, model: str, url: str) -> None:
         self.process = process
         self.folder = folder
         self.model = model
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.folder / 'valkey.sock'}"
+        self.url = url
 
     def log_tail(self, lines: int = 15) -> str:
         return "\n".join((self.folder / "worker.log").read_text().splitlines()[-lines:])
 
 
 @asynccontextmanager
-async def worker(*flags: str, model: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Worker]:
-    """Start a worker with an embedded server in a temporary folder; gone, with its children, at the end.
+async def worker(
+    *flags: str, model: str, environment: Mapping[str, str] | None = None, url: str | None = None
+) -> AsyncIterator[Worker]:
+    """Start a worker, with an embedded server in a temporary folder if there is no `url`; gone, with its children, at
+    the end.
 
     Ends the benchmark with CANNOT_MEASURE when the worker does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="inferq-bench-") as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "inferq.worker.main", "--embedded", "--embedded-dir", name]
+        place = ["--embedded", "--embedded-dir", name] if url is None else ["--redis-url", url]
+        command = [sys.executable, "-m", "inferq.worker.main", *place]
         with (folder / "worker.log").open("wb") as log:
             process = spawn_bound(
                 [*command, "--served-model-name", model, *flags],
@@ -109,7 +125,7 @@ async def worker(*flags: str, model: str, environment: Mapping[str, str] | None 
                 stdout=log,
                 stderr=log,
             )
-        started = Worker(process, folder, model)
+        started = Worker(process, folder, model, url or f"unix://{folder / 'valkey.sock'}")
         try:
             await _until_ready(started)
             yield started
@@ -123,14 +139,10 @@ async def worker(*flags: str, model: str, environment: Mapping[str, str] | None 
 
 
 async def _until_ready(started: Worker, timeout: float = 180.0) -> None:
-    async def card_is_there() -> bool:
-        async with redis.asyncio.Redis.from_url(started.url) as client:
-            try:
-                return bool(await client.exists(Keys(started.model).card))
-            except redis.exceptions.ConnectionError:
-                return False
+    async def is_ready() -> bool:
+        return '"worker.ready"' in started.log_tail(1000)
 
-    if not await _poll(card_is_there, lambda: started.process.poll() is None, timeout):
+    if not await _poll(is_ready, lambda: started.process.poll() is None, timeout):
         cannot_measure(f"the worker did not become ready:\n{started.log_tail()}")
 
 

@@ -25,10 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine_trace import Trace
+
 from inferq.engine.config import EngineConfig
 from inferq.engine.core import EngineCore
 from inferq.engine.errors import InvalidRequestError
-from inferq.engine.pipe import Add, Ready
+from inferq.engine.pipe import Abort, Add, Down, PipeError, Ready
 from inferq.engine.process import LogSink, argument_parser, ignore_signals, leave, serve
 from inferq.engine.scheduler import Output
 from inferq.engine.sequence import Scheduled
@@ -72,8 +74,9 @@ def continuation(prompt_token_ids: Sequence[int], count: int, *, eos_one_in: int
 class ScriptedRunner:
     """Sleeps for its forward pass, and fails as told."""
 
-    def __init__(self, options: argparse.Namespace, facts: Ready) -> None:
+    def __init__(self, options: argparse.Namespace, facts: Ready, trace: Trace | None) -> None:
         self.facts = facts
+        self._trace = trace
         self._options = options
         self._steps = 0
         self._checksums: dict[int, tuple[int, int]] = {}
@@ -85,6 +88,8 @@ class ScriptedRunner:
         # Kept for the sequences of this step alone: whoever was left out is summed up anew when it comes back.
         self._checksums = {each.sequence.key: self._sum(each.sequence) for each in scheduled}
         eos_one_in = self._options.eos_one_in
+        if self._trace is not None:
+            self._trace.tokens(each.sequence for each in scheduled if each.samples)
         return [token_after(self._checksums[each.sequence.key][1], eos_one_in) for each in scheduled if each.samples]
 
     def _sum(self, sequence: EngineSequence) -> tuple[int, int]:
@@ -121,9 +126,10 @@ class ScriptedRunner:
 class ScriptedCore(EngineCore):
     """The engine's own loop; `--tokens-per-step` runs several of its steps and reports them as one."""
 
-    def __init__(self, options: argparse.Namespace, *parts: Any) -> None:
+    def __init__(self, options: argparse.Namespace, trace: Trace | None, *parts: Any) -> None:
         super().__init__(*parts)
         self.options = options
+        self.trace = trace
 
     def step(self) -> list[Output]:
         merged: dict[int, Output] = {}
@@ -137,7 +143,14 @@ class ScriptedCore(EngineCore):
     def admit(self, message: Add) -> None:
         if _has_text(self.options.refuse_text, message.prompt_token_ids):
             raise InvalidRequestError("the scripted engine was told to refuse this prompt")
+        if self.trace is not None:
+            self.trace.admitted(message.key, message.prompt_token_ids)
         super().admit(message)
+
+    def _apply(self, message: Down | PipeError) -> None:
+        super()._apply(message)
+        if self.trace is not None and isinstance(message, Abort):
+            self.trace.freed(message.key)
 
 
 def _any_prompt_has(text: str, scheduled: Sequence[Scheduled]) -> bool:
@@ -150,7 +163,7 @@ def _has_text(text: str, token_ids: Sequence[int]) -> bool:
     return bool(text) and text.encode() in bytes(token_id for token_id in token_ids if 0 <= token_id < 256)
 
 
-def load(options: argparse.Namespace, log: LogSink) -> ScriptedRunner:
+def load(options: argparse.Namespace, trace: Trace | None, log: LogSink) -> ScriptedRunner:
     config = EngineConfig.from_json(options.config)
     time.sleep(options.load_ms / 1000)
     if options.fail_load:
@@ -170,7 +183,7 @@ def load(options: argparse.Namespace, log: LogSink) -> ScriptedRunner:
         attention="scripted",
     )
     log("info", "scripted_engine_loaded", step_ms=options.step_ms, tokens_per_step=options.tokens_per_step)
-    return ScriptedRunner(options, facts)
+    return ScriptedRunner(options, facts, trace)
 
 
 def text_folder(cache_dir: str | None) -> Path:
@@ -239,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="a prompt's text fails when it has N tokens of output",
     )
+    add("--trace", default="", metavar="FILE", help="append when each token was made and each abort's blocks were free")
     add("--once", default="", metavar="FILE", help="fail only where FILE is not there yet, and make it")
     return parser
 
@@ -257,7 +271,8 @@ def main() -> None:
         return
     ignore_signals()
     options = parser().parse_args()
-    leave(serve(options.fd, lambda log: load(options, log), partial(ScriptedCore, options)))
+    trace = Trace(options.trace) if options.trace else None
+    leave(serve(options.fd, partial(load, options, trace), partial(ScriptedCore, options, trace)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KEYS = {
     "engine.py": {"tok_s", "step_ms", "ttft_ms"},
+    "cancel.py": {"freed_p99_ms", "step_ms", "terminal_p99_ms"},
+    "fleet.py": {"efficiency", "makespan_ratio"},
     "pickup.py": {"p50_ms", "p99_ms", "idle_cpu_percent", "idle_round_trips_s"},
+    "recovery.py": {"max_s", "lease_s", "token_exact", "runs"},
+    "streaming.py": {"p50_ms", "p99_ms", "worker_us_per_token", "ratio", "ratio_all_cores"},
 }
 
 

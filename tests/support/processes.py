@@ -27,6 +27,7 @@ class WorkerProcess:
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         self.process = process
         self.url = url
+        self.name = ""  #: its --worker-id, where a suite gives it one
         self._log = log
 
     @property

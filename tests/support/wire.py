@@ -71,7 +71,8 @@ class Wire:
         return job
 
     async def reacquire(self, job: Claimed, **options: Any) -> Reacquired | None:
-        defaults = {"token": job.token, "epoch": job.epoch, "worker": "worker-1", "lease_ms": 60_000}
+        defaults = {"token": job.token, "generation": job.generation, "epoch": job.epoch}
+        defaults |= {"worker": "worker-1", "lease_ms": 60_000}
         return await self.worker.reacquire(job.request_id, **(defaults | options))
 
     async def hand_back(self, job: Claimed, number: int = 0) -> Outcome:

@@ -1,0 +1,95 @@
+"""More workers, more work done: 1, 2, 4 and 8 workers against one, and eight of them against the ideal makespan.
+
+The scripted engine stands in for the model: a worker has 16 slots, and a request of 40 tokens takes it 2 s, so that
+nobody computes and what is seen is the queue's own. Budget: within 10 % of the ideal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+
+from harness import arguments, cannot_measure, machine, report, require_quiet, scripted, server, table, worker
+
+from inferq.producer import InferenceClient, Started
+
+FLEETS = (1, 2, 4, 8)
+SLOTS = 16
+TOKENS, STEP_MS = 40, 50
+JOB_SECONDS = TOKENS * STEP_MS / 1000
+JOBS = 240
+MODEL = "scripted"
+BUDGET = 1.1
+
+
+async def makespan(client: InferenceClient, num_jobs: int) -> tuple[float, Counter[str]]:
+    """Seconds from the first submission to the last end, and how many jobs each worker had."""
+
+    async def one(number: int) -> str:
+        request_id = await client.submit(f"job {number}", sampling={"max_tokens": TOKENS, "ignore_eos": True})
+        by = ""
+        async for event in client.stream(request_id):
+            if isinstance(event, Started):
+                by = event.worker
+        return by
+
+    begun = time.perf_counter()
+    workers = await asyncio.gather(*(one(number) for number in range(num_jobs)))
+    return time.perf_counter() - begun, Counter(workers)
+
+
+async def run(args: argparse.Namespace) -> None:
+    require_quiet(args)
+    waves = 1 if args.quick else 3
+    print(machine())
+    engine = scripted("--step-ms", str(STEP_MS))
+    spans: dict[int, float] = {}
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(server())
+        client = await stack.enter_async_context(InferenceClient.from_url(url, model=MODEL))
+        workers = []
+        for size in FLEETS:
+            while len(workers) < size:
+                started = worker("--max-num-seqs", str(SLOTS), model=MODEL, environment=engine, url=url)
+                workers.append(await stack.enter_async_context(started))
+            spans[size], _ = await makespan(client, size * SLOTS * waves)
+        total, by_worker = await makespan(client, JOBS)
+        if any(each.process.poll() is not None for each in workers):
+            cannot_measure("a worker ended during the run")
+    ideal = math.ceil(JOBS / (FLEETS[-1] * SLOTS)) * JOB_SECONDS
+    efficiency = {size: spans[1] / spans[size] for size in FLEETS}
+    print(f"{waves} job(s) a slot, {SLOTS} slots a worker, {JOB_SECONDS:g} s a job")
+    rows = [
+        (size, f"{size * SLOTS * waves / spans[size]:.1f}", f"{spans[size]:.2f}", f"{efficiency[size]:.3f}", "0.9")
+        for size in FLEETS
+    ]
+    print(table(("workers", "jobs/s", "seconds", "of linear", "budget"), rows))
+    print(
+        table(
+            ("figure", "measured", "budget"),
+            [
+                (f"{JOBS} jobs on {FLEETS[-1]} workers, of ideal {ideal:g} s", f"{total / ideal:.3f}", BUDGET),
+                ("jobs of a worker, least and most", f"{min(by_worker.values())}, {max(by_worker.values())}", ""),
+            ],
+        )
+    )
+    report(
+        args,
+        {
+            "efficiency": {str(size): round(efficiency[size], 3) for size in FLEETS[1:]},
+            "makespan_ratio": round(total / ideal, 3),
+            "jobs_of_a_worker": sorted(by_worker.values()),
+        },
+    )
+
+
+def main() -> None:
+    asyncio.run(run(arguments(__doc__ or "").parse_args()))
+
+
+if __name__ == "__main__":
+    main()

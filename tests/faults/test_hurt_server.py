@@ -1,0 +1,42 @@
+"""Redis is killed in mid-stream and comes back with all it had acknowledged, or a replica without the tail does."""
+
+from __future__ import annotations
+
+import pytest
+from support.disturbed import Answers, Disturbance, Fleet, fault
+from support.restarts import RestartableServer
+from support.waiting import wait_until
+
+
+@pytest.mark.timeout(600)
+@fault
+async def test_kill_9_of_redis_is_a_pause(server: RestartableServer, fleet: Fleet, answers: Answers) -> None:
+    worker = await fleet.take()
+    async with fleet.producer() as producer:
+        streams = Disturbance(fleet, producer)
+        await streams.begin(num_waiting=50)
+        for num_tokens in (60, 300):
+            await streams.until(num_tokens)
+            server.kill()
+            await wait_until(lambda: worker.log.count("redis.lost") > 0)
+            server.start()
+        await streams.check(answers, worker)
+        assert {attempt for attempt, _ in await streams.starts()} == {1}
+
+
+@pytest.mark.timeout(600)
+@fault
+async def test_a_replica_without_the_tail_is_given_it_again(
+    server: RestartableServer, fleet: Fleet, answers: Answers
+) -> None:
+    """Readers had tokens that the new primary has never seen: nobody sees one twice, and none is missing."""
+    worker = await fleet.take()
+    async with fleet.producer() as producer:
+        streams = Disturbance(fleet, producer)
+        await streams.begin()
+        await streams.until(100)
+        server.replicate()
+        await streams.until(300)
+        server.fail_over()
+        await streams.check(answers, worker)
+        assert {attempt for attempt, _ in await streams.starts()} == {1}
