@@ -17,14 +17,15 @@ from pathlib import Path
 
 from engine_trace import prompt_key, read_trace, step_ms
 from harness import (
+    Figure,
     arguments,
     cannot_measure,
+    figures_table,
     machine,
     percentile,
     report,
     require_quiet,
     scripted,
-    table,
     worker,
 )
 
@@ -93,18 +94,14 @@ async def run(args: argparse.Namespace) -> None:
     step = percentile(step_ms(trace), 99)
     freed_p99, terminal_p99 = percentile(freed, 99), percentile(terminal, 99)
     print(f"{samples} cancellations, {RUNNING} requests running, steps of {STEP_MS} ms")
-    print(
-        table(
-            ("figure", "measured", "budget"),
-            [
-                ("cancel() to blocks free, p50", f"{statistics.median(freed):.1f} ms", ""),
-                ("cancel() to blocks free, p99", f"{freed_p99:.1f} ms", f"{step + BUDGET_MS:.1f} ms"),
-                ("a step, p99", f"{step:.1f} ms", ""),
-                ("cancel() to terminal event, p50", f"{statistics.median(terminal):.1f} ms", ""),
-                ("cancel() to terminal event, p99", f"{terminal_p99:.1f} ms", ""),
-            ],
-        )
-    )
+    figures = [
+        Figure("cancel() to blocks free, p50", statistics.median(freed), "ms", digits=1),
+        Figure("cancel() to blocks free, p99", freed_p99, "ms", step + BUDGET_MS, digits=1),
+        Figure("a step, p99", step, "ms", digits=1),
+        Figure("cancel() to terminal event, p50", statistics.median(terminal), "ms", digits=1),
+        Figure("cancel() to terminal event, p99", terminal_p99, "ms", digits=1),
+    ]
+    print(figures_table(figures))
     report(
         args,
         {
@@ -115,6 +112,7 @@ async def run(args: argparse.Namespace) -> None:
             "terminal_p99_ms": round(terminal_p99, 2),
             "samples": samples,
         },
+        figures,
     )
 
 

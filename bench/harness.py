@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
@@ -24,6 +24,10 @@ from inferq.worker.embedded import embedded_server
 
 #: The exit code of a benchmark that could not measure: no figure is printed that was not measured.
 CANNOT_MEASURE = 3
+#: The exit code with `--check` where a budget does not hold.
+OVER_BUDGET = 1
+#: What else the machine had to do when the benchmark began.
+LOAD_AVERAGE = os.getloadavg()[0]
 SCRIPTED_ENGINE = Path(__file__).with_name("scripted_engine.py")
 
 
@@ -37,20 +41,22 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="end within 45 s on two cores, with fewer samples")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--busy", action="store_true", help="measure even if the machine is not quiet")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a budget does not hold")
     return parser
 
 
 def require_quiet(args: argparse.Namespace) -> None:
     """End with CANNOT_MEASURE where others use the machine: threads that are preempted make figures meaningless."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores / 2 and not args.busy:
-        cannot_measure(f"the machine is not quiet: load average {load:.2f} on {cores} cores (--busy measures anyway)")
+    cores = os.cpu_count() or 1
+    if LOAD_AVERAGE > cores / 2 and not args.busy:
+        busy = f"load average {LOAD_AVERAGE:.2f} on {cores} cores"
+        cannot_measure(f"the machine is not quiet: {busy} (--busy measures anyway)")
 
 
 def machine() -> str:
     """One line that names the machine and its load, since figures of a shared machine mean little without it."""
-    load = os.getloadavg()[0]
-    return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, load average {load:.2f}"
+    python = platform.python_version()
+    return f"{processor()}, {os.cpu_count()} cores, Python {python}, load average {LOAD_AVERAGE:.2f}"
 
 
 def processor() -> str:
@@ -74,9 +80,44 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def report(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
+class Figure(NamedTuple):
+    """A line of the table: what was measured, and the budget that it has, if any."""
+
+    what: str
+    measured: float
+    unit: str = ""
+    budget: float | None = None
+    at_least: bool = False  #: the budget is a lower bound
+    digits: int = 2
+
+    @property
+    def holds(self) -> bool:
+        if self.budget is None:
+            return True
+        return self.measured >= self.budget if self.at_least else self.measured <= self.budget
+
+    def cells(self) -> tuple[str, str, str, str]:
+        if self.budget is None:
+            return self.what, self._text(self.measured), "", ""
+        bound = f"{'at least ' if self.at_least else ''}{self._text(self.budget)}"
+        return self.what, self._text(self.measured), bound, "yes" if self.holds else "NO"
+
+    def _text(self, value: float) -> str:
+        return f"{value:.{self.digits}f} {self.unit}".rstrip()
+
+
+def figures_table(figures: Sequence[Figure]) -> str:
+    return table(("figure", "measured", "budget", "holds"), [figure.cells() for figure in figures])
+
+
+def report(args: argparse.Namespace, keys: Mapping[str, Any], figures: Sequence[Figure] = ()) -> None:
+    """The last line with `--json`, and with `--check` the end of a benchmark whose figures are over their budgets."""
+    over = [figure.what for figure in figures if not figure.holds]
     if args.json:
-        print(json.dumps(figures))
+        print(json.dumps({**keys, "over_budget": over, "load_average": round(LOAD_AVERAGE, 2)}))
+    if args.check and over:
+        print(f"over budget: {'; '.join(over)}", file=sys.stderr)
+        raise SystemExit(OVER_BUDGET)
 
 
 def scripted(*flags: str) -> dict[str, str]:

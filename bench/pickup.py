@@ -11,21 +11,21 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
 import time
 
 import psutil
 import redis.asyncio
 from harness import (
-    SCRIPTED_ENGINE,
+    Figure,
     Worker,
     arguments,
     cannot_measure,
+    figures_table,
     machine,
     percentile,
     report,
     require_quiet,
-    table,
+    scripted,
     worker,
 )
 
@@ -83,9 +83,8 @@ def idle_cpu_seconds(process: psutil.Process) -> float:
 async def run(args: argparse.Namespace) -> None:
     require_quiet(args)
     samples, idle, pause = (QUICK_SAMPLES, QUICK_IDLE_SECONDS, 0.06) if args.quick else (SAMPLES, IDLE_SECONDS, 0.1)
-    engine = f"{sys.executable} {SCRIPTED_ENGINE} --step-ms 1"
     print(machine())
-    async with worker(model=MODEL, environment={"INFERQ_ENGINE_COMMAND": engine}) as running:
+    async with worker(model=MODEL, environment=scripted("--step-ms", "1")) as running:
         found = await measure_pickup(running, samples, pause)
         process = psutil.Process(running.process.pid)
         before, start = idle_cpu_seconds(process), time.monotonic()
@@ -95,17 +94,13 @@ async def run(args: argparse.Namespace) -> None:
         if running.process.poll() is not None:
             cannot_measure("the worker ended during the run")
     p50, p99 = statistics.median(found), percentile(found, 99)
-    print(
-        table(
-            ("figure", "measured", "budget"),
-            [
-                (f"submit to claim, p50 of {samples}", f"{p50:.2f} ms", "5 ms"),
-                (f"submit to claim, p99 of {samples}", f"{p99:.2f} ms", "20 ms"),
-                ("idle worker, of a core", f"{cpu_percent:.2f} %", "1 %"),
-                ("idle worker, round trips", f"{round_trips:.2f} /s", "5 /s"),
-            ],
-        )
-    )
+    figures = [
+        Figure(f"submit to claim, p50 of {samples}", p50, "ms", 5),
+        Figure(f"submit to claim, p99 of {samples}", p99, "ms", 20),
+        Figure("idle worker, of a core", cpu_percent, "%", 1),
+        Figure("idle worker, round trips", round_trips, "/s", 5),
+    ]
+    print(figures_table(figures))
     report(
         args,
         {
@@ -115,6 +110,7 @@ async def run(args: argparse.Namespace) -> None:
             "idle_round_trips_s": round(round_trips, 2),
             "samples": samples,
         },
+        figures,
     )
 
 

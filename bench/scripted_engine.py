@@ -245,13 +245,7 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}-after", type=int, default=-1, metavar="N", help=f"{what} in the step after N steps")
         add(f"--{name}-on-text", default="", metavar="TEXT", help=f"{what} in a step with this in a prompt")
     add("--garbage-after", type=int, default=-1, metavar="N", help="write what is no frame after N steps")
-    add(
-        "--poison-at-token",
-        type=int,
-        default=0,
-        metavar="N",
-        help="a prompt's text fails when it has N tokens of output",
-    )
+    add("--poison-at-token", type=int, default=0, metavar="N", help="a prompt's text fails only from N tokens on")
     add("--trace", default="", metavar="FILE", help="append when each token was made and each abort's blocks were free")
     add("--once", default="", metavar="FILE", help="fail only where FILE is not there yet, and make it")
     return parser

@@ -21,14 +21,15 @@ from pathlib import Path
 import psutil
 from engine_trace import prompt_key, read_trace
 from harness import (
+    Figure,
     arguments,
     cannot_measure,
+    figures_table,
     machine,
     percentile,
     report,
     require_quiet,
     scripted,
-    table,
     worker,
 )
 from prompts import chats
@@ -142,18 +143,20 @@ async def run(args: argparse.Namespace) -> None:
     p50, p99 = statistics.median(latencies), percentile(latencies, 99)
     ratio, ratio_all = statistics.median(free), statistics.median(full)
     print(f"{STREAMS} streams for {seconds:g} s, steps of {STEP_MS} ms; pairs: {pairs}, {CONCURRENT} chats at once")
-    print(
-        table(
-            ("figure", "measured", "budget"),
-            [
-                (f"engine to reader, p50 of {len(latencies)}", f"{p50:.1f} ms", "10 ms"),
-                (f"engine to reader, p99 of {len(latencies)}", f"{p99:.1f} ms", "40 ms"),
-                ("worker CPU for a token", f"{us_per_token:.1f} us", "15 us"),
-                (f"throughput of the engine alone, a core free ({_spread(free)})", f"{ratio:.3f}", "0.97"),
-                (f"throughput of the engine alone, all cores ({_spread(full)})", f"{ratio_all:.3f}", "0.90"),
-            ],
-        )
-    )
+    rate = len(latencies) / seconds / STREAMS
+    figures = [
+        Figure("tokens a second, each stream", rate, digits=1),
+        Figure(f"engine to reader, p50 of {len(latencies)}", p50, "ms", 10, digits=1),
+        Figure(f"engine to reader, p99 of {len(latencies)}", p99, "ms", 40, digits=1),
+        Figure("worker CPU for a token", us_per_token, "us", 15, digits=1),
+        Figure(
+            f"through Redis / engine alone, a core free ({_spread(free)})", ratio, "", 0.97, at_least=True, digits=3
+        ),
+        Figure(
+            f"through Redis / engine alone, all cores ({_spread(full)})", ratio_all, "", 0.9, at_least=True, digits=3
+        ),
+    ]
+    print(figures_table(figures))
     report(
         args,
         {
@@ -162,9 +165,11 @@ async def run(args: argparse.Namespace) -> None:
             "worker_us_per_token": round(us_per_token, 2),
             "ratio": round(ratio, 3),
             "ratio_all_cores": round(ratio_all, 3),
+            "stream_tok_s": round(rate, 2),
             "samples": len(latencies),
             "pairs": pairs,
         },
+        figures,
     )
 
 

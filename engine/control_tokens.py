@@ -15,12 +15,14 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from .errors import InvalidRequestError
 
 #: Egyptian hieroglyphs and cuneiform: letters without case, which `repr`, JSON and every filter leave as they are.
 _STAND_INS: Final = range(0x13000, 0x1342F), range(0x12000, 0x1239A)
+#: So much text is given at once to what keeps the interpreter's lock: a few milliseconds.
+BATCH_CHARS: Final = 64 * 1024
 #: Tokens of this form are control tokens even where the tokenizer does not call them special.
 _BRACKETED: Final = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # noqa: RUF001
 
@@ -50,7 +52,9 @@ class StandIns:
 
     def restore(self, text: str) -> str:
         """`text` with what the stand-ins stand for."""
-        return text.translate({ord(char): text for text, char in self._by_text.items()})
+        table = {ord(char): text for text, char in self._by_text.items()}
+        parts = (text[begin : begin + BATCH_CHARS] for begin in range(0, len(text), BATCH_CHARS))
+        return "".join(part.translate(table) for part in parts)
 
     def unescape(self, rendered: str) -> str:
         """Undo what JSON in ASCII makes of a stand-in."""
@@ -126,12 +130,12 @@ class ControlTokens:
         if not stand_ins:
             return list(self._tokenizer.encode_batch_fast([rendered], add_special_tokens=False)[0].ids)
         encoding = self._tokenizer.encode_batch([rendered], add_special_tokens=False)[0]
-        all_ids = encoding.ids
+        all_ids: list[int] = encoding.ids
         ids: list[int] = []
         marked: list[str] = []  # the stretches that hold a stand-in, and in `places` where in `ids` their own ids go
         places: list[int] = []
         first, begin = 0, 0  # of the stretch since the last control token: its first token, its first character
-        for n, start, end in [*self._found(rendered, all_ids, encoding.offsets), (len(all_ids), len(rendered), 0)]:
+        for n, start, end in [*self._found(rendered, all_ids, encoding), (len(all_ids), len(rendered), 0)]:
             stretch = rendered[begin:start]
             if stand_ins.appear_in(stretch):
                 marked.append((self._anchor if begin else "") + stand_ins.restore(stretch))
@@ -140,20 +144,42 @@ class ControlTokens:
                 ids += all_ids[first:n]
             ids += all_ids[n : n + 1]
             first, begin = n + 1, end
-        # All at once: one call for each would take longer than all else in a chat of thousands of messages.
-        encoded = self._plain.encode_batch_fast(marked, add_special_tokens=False)
-        return _inserted(
-            ids, places, [e.ids[text.startswith(self._anchor) :] for e, text in zip(encoded, marked, strict=True)]
-        )
+        return _inserted(ids, places, list(self._encode_plain(marked)))
 
-    def _found(self, rendered: str, ids: list[int], offsets: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    def _encode_plain(self, texts: list[str]) -> Iterator[list[int]]:
+        """The ids of each text, as mere text."""
+        # Many at once: one call for each would take longer than all else in a chat of thousands of messages. Not all
+        # at once: what a call returns is freed in one go, and no other thread runs meanwhile.
+        for batch in _batches(texts):
+            encoded = self._plain.encode_batch_fast(batch, add_special_tokens=False)
+            for encoding, text in zip(encoded, batch, strict=True):
+                yield encoding.ids[text.startswith(self._anchor) :]
+
+    def _found(self, rendered: str, ids: list[int], encoding: Encoding) -> Iterator[tuple[int, int, int]]:
         """The control tokens of a text: their places among its tokens, and where they begin and end in it."""
         for n, token_id in enumerate(ids):
             if token_id in self._texts:
-                start, end = offsets[n]
+                # The offsets of all tokens would be made in one go, which stops every other thread for long.
+                span = encoding.token_to_chars(n)
+                assert span is not None, "it is one of the encoding's own tokens"
+                start, end = span
                 # The unknown token is a control token too, but may be what the tokenizer makes of other text.
                 if rendered[start:end].strip() == self._texts[token_id].strip():
                     yield n, start, end
+
+
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in order, so many at once that they have BATCH_CHARS characters, or one that has more."""
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if batch and num_chars + len(text) > BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+        batch.append(text)
+        num_chars += len(text)
+    if batch:
+        yield batch
 
 
 def _inserted(ids: list[int], places: list[int], parts: list[list[int]]) -> list[int]:

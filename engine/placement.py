@@ -57,7 +57,7 @@ class Placement:
         self._requests[request.key] = request
         try:
             self._arrange(request, must_send=True)
-        except EngineError:
+        except BaseException:
             del self._requests[request.key]
             raise
 
@@ -79,8 +79,11 @@ class Placement:
         else:
             self._leaving[request.key] = request
             self._send(Abort(request.key))
+        # Also where it is cleared already: it may have ended before it read the pause that others wait for.
         if self._suspects.forget(request.key):
             self._arrange()
+        else:
+            self._look_again()
 
     # ---- the child ----
 
@@ -93,12 +96,12 @@ class Placement:
         self.stats = freed.stats
         if (request := self._leaving.pop(freed.key, None)) is not None:
             request.tell_freed(freed.stats)
-            self._look_for_quiet()
+            self._look_again()
 
     def on_paused(self, paused: Paused) -> None:
         if (request := self._requests.get(paused.key)) is not None:
             request.unanswered_pauses -= 1
-            self._look_for_quiet()
+            self._look_again()
 
     def child_ready(self) -> None:
         """A new child is there, and has none of the requests."""
@@ -124,7 +127,7 @@ class Placement:
         """Hold whoever must not run, then let run whoever may.
 
         Where nobody is suspected `changed` is the only one that is looked at. What sending that one raises is passed on
-        if it `must_send`. Whom else the pipe has no room for is put off until the child's next step.
+        if it `must_send`. Whom else the pipe has no room for is put off until the child's next word about a request.
         """
         if not self._up:
             return
@@ -136,26 +139,24 @@ class Placement:
                 request.unanswered_pauses += 1
                 self._send(Pause(request.key))
         self._put_off = self._put_off and changed is not None
+        unsent: list[tuple[int, EngineError]] = []
         for request in requests:
             if request.place is not Place.RUNNING and not request.paused and self._may_run(request.key, turn):
-                if request.place is Place.HELD:
-                    self._send(Resume(request.key))
-                elif not self._was_sent(request, must_raise=must_send and request is changed):
-                    continue
-                request.place = Place.RUNNING
+                try:
+                    self._let_run(request)
+                except EngineError as exc:
+                    if must_send and request is changed:
+                        raise
+                    unsent.append((request.key, exc))
+        # After the loop: whoever ends may have others end, and has the rest arranged anew.
+        self._put_off |= any(isinstance(error, EngineOverloadedError) for _, error in unsent)
+        for key, error in unsent:
+            if not isinstance(error, EngineOverloadedError):
+                self._fail(key, error)
 
-    def _was_sent(self, request: TrackedRequest, *, must_raise: bool) -> bool:
-        try:
-            self._send(request.message())
-        except EngineError as exc:
-            if must_raise:
-                raise
-            elif isinstance(exc, EngineOverloadedError):
-                self._put_off = True
-            else:
-                self._fail(request.key, exc)
-            return False
-        return True
+    def _let_run(self, request: TrackedRequest) -> None:
+        self._send(Resume(request.key) if request.place is Place.HELD else request.message())
+        request.place = Place.RUNNING
 
     def _may_run(self, key: int, turn: int | None) -> bool:
         return turn is None or (key == turn and self._is_quiet_but_for(key))
@@ -164,6 +165,7 @@ class Placement:
         others = (request for request in self._requests.values() if request.key != key)
         return not any(chain(self._leaving, (request.may_be_in_a_step for request in others)))
 
-    def _look_for_quiet(self) -> None:
-        if self._suspects:
+    def _look_again(self) -> None:
+        """Perhaps nobody else is in a step any more, or the pipe has room."""
+        if self._suspects or self._put_off:
             self._arrange()

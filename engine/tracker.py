@@ -97,7 +97,7 @@ class RequestTracker:
         if admitted.end is None:
             try:
                 self._placement.enter(request)
-            except EngineError:
+            except BaseException:
                 request.admitted = None
                 raise
 

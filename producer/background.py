@@ -70,6 +70,7 @@ class Background(Generic[R]):
     def __init__(self, make: Callable[[], R], close: Callable[[R], Awaitable[None]]) -> None:
         self._make, self._close = make, close
         self._lock = threading.Lock()
+        _ALL.add(self)
         self._threads: list[_Thread[R]] = []  # the last one is this process' own; those of a parent are left alone
         self._closed = False
 
@@ -116,3 +117,16 @@ class Background(Generic[R]):
 
 def _closed() -> RedisUnavailable:
     return RedisUnavailable("the client is closed")
+
+
+_ALL: Final = weakref.WeakSet[Background[Any]]()
+
+
+def _renew_locks() -> None:
+    """In a forked process: the thread that held one is not there to let go of it."""
+    for each in _ALL:
+        each._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

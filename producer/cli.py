@@ -20,7 +20,7 @@ from typing import Any, Final
 from .cli_chat import chat
 from .cli_commands import cancel, generate, status, tail
 from .cli_dead import dead_list, dead_requeue, dead_show
-from .cli_output import OutputLost
+from .cli_output import OutputLost, lose, say
 from .connection import DEFAULT_URL
 from .errors import (
     InferqError,
@@ -40,6 +40,8 @@ INTERRUPTED: Final = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if sys.stderr is None:  # closed before we started: argparse would take stdout for it
+        sys.stderr = open(os.devnull, "w")
     parser = _parser()
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -53,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
     except OutputLost as exc:
-        if sys.stdout is not None:  # or the interpreter fails to flush it at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            lose(sys.stdout)
         return FAILED if isinstance(exc.__cause__, BrokenPipeError) else _complain(exc, FAILED)
     except RedisUnavailable as exc:
         return _complain(exc, UNREACHABLE)
@@ -87,7 +89,7 @@ def _read_stdin(parser: argparse.ArgumentParser) -> str:
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"inferq: {' '.join(str(error).split())}", file=sys.stderr)
+    say(" ".join(str(error).split()))
     return code
 
 

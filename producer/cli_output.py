@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
 
 from .events import NoWorker
 
@@ -15,6 +17,16 @@ _SAMPLING: Final = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed
 
 class OutputLost(Exception):
     """Whoever read our output has gone, or it cannot be written for another reason."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The last line of stdout."""
+
+    is_open: bool = False  #: text without the newline that ends it
+
+
+_line = _Line()
 
 
 def sampling_of(args: Namespace) -> dict[str, Any]:
@@ -53,7 +65,28 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except OSError as exc:
         raise OutputLost(f"standard output: {exc.strerror}") from exc
+    if text:
+        _line.is_open = not text.endswith("\n")
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"inferq: {text}\n")
+    """A line on stderr; where a terminal shows both, it does not go on in the line of an answer.
+
+    That nobody reads it changes nothing of what is done.
+    """
+    begin = "\n" if _line.is_open and _is_terminal() else ""
+    try:
+        sys.stderr.write(f"{begin}inferq: {text}\n")
+    except OSError:
+        lose(sys.stderr)
+    else:
+        _line.is_open = _line.is_open and not begin
+
+
+def lose(stream: TextIO) -> None:
+    """What the stream still holds goes nowhere, or the interpreter fails to flush it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty() and sys.stderr.isatty()

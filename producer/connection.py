@@ -6,9 +6,9 @@ Knows redis-py and arq's client; knows nothing of jobs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from arq.connections import ArqRedis
 from redis.asyncio import Redis
@@ -39,6 +39,29 @@ RETRIES: Final = 3
 #: What says that the connection, not the command, went wrong. ReadOnlyError: the server was demoted by a failover.
 LOST: Final = (ConnectionError, TimeoutError, ReadOnlyError, OSError)
 _REFUSED: Final = (AuthenticationError, AuthorizationError)
+_T = TypeVar("_T")
+
+
+class _CredentialsRefused(RedisError):
+    """The server knows no such user or password, or asks for one."""
+
+
+class _Retry(Retry):
+    """Tries nothing again that was refused for its credentials.
+
+    redis-py counts such a refusal among connection errors, and asks a new connection for a PONG before it has settled
+    it: refused, that one is opened anew, and so on without an end.
+    """
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[_T]], fail: Callable[[RedisError], Any]) -> _T:
+        async def checked() -> _T:
+            try:
+                return await do()
+            except _REFUSED as exc:
+                await fail(exc)
+                raise _CredentialsRefused(str(exc)) from exc
+
+        return await super().call_with_retry(checked, fail)
 
 
 def default_url() -> str:
@@ -59,7 +82,7 @@ def connect(url: str | None = None, *, retries: int = RETRIES, **options: Any) -
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "health_check_interval": HEALTH_CHECK_S,
-        "retry": Retry(EqualJitterBackoff(cap=1.0, base=0.05), retries),
+        "retry": _Retry(EqualJitterBackoff(cap=1.0, base=0.05), retries),
         # A server that has become a replica refuses to write: a new connection may lead to its successor.
         "retry_on_error": [ConnectionError, TimeoutError, OSError, ReadOnlyError],
     }
@@ -117,7 +140,8 @@ def blocking_connection(client: ArqRedis) -> Redis:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether no new connection will help, though redis-py counts it among connection errors: the credentials."""
-    return isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)
+    refused = (*_REFUSED, _CredentialsRefused)
+    return isinstance(error, refused) or isinstance(error.__cause__, refused)
 
 
 def unavailable(error: Exception) -> RedisUnavailable:

@@ -34,23 +34,24 @@ class DeadLetter:
     signature: str = ""
 
 
-async def read_dead_letters(redis: Redis, keys: Keys, limit: int, *, before: str = "+") -> list[DeadLetter]:
-    """Up to `limit` letters, the latest first; those before an entry `before`, if given."""
-    entries = await redis.xrevrange(keys.dead, before, "-", count=limit)
-    return [_letter(entry_id.decode(), fields) for entry_id, fields in entries]
+async def read_dead_letters(redis: Redis, keys: Keys, limit: int) -> list[DeadLetter]:
+    """The letters among the stream's last `limit` entries, the latest first."""
+    entries = await redis.xrevrange(keys.dead, count=limit)
+    return [letter for entry_id, fields in entries if (letter := _letter(entry_id.decode(), fields)) is not None]
 
 
 async def find_dead_letter(redis: Redis, keys: Keys, request_id: str) -> DeadLetter:
     """The last letter of that id. Raises UnknownRequest."""
     before = "+"
     for _ in range(-(-DEAD_LENGTH // _PAGE) + 1):
-        letters = await read_dead_letters(redis, keys, _PAGE, before=before)
-        for letter in letters:
-            if letter.request_id == request_id:
+        entries = await redis.xrevrange(keys.dead, before, count=_PAGE)
+        for entry_id, fields in entries:
+            letter = _letter(entry_id.decode(), fields)
+            if letter is not None and letter.request_id == request_id:
                 return letter
-        if len(letters) < _PAGE:
+        if len(entries) < _PAGE:
             break
-        before = f"({letters[-1].entry_id}"
+        before = f"({entries[-1][0].decode()}"
     raise UnknownRequest(f"no dead letter of {keys.model!r} has the id {request_id!r}")
 
 
@@ -70,12 +71,16 @@ def request_of(payload: bytes) -> GenerateRequest:
     raise problem  # outside of the handler: pydantic's own message holds the prompt
 
 
-def _letter(entry_id: str, fields: dict[bytes, Any]) -> DeadLetter:
-    return DeadLetter(
-        request_id=fields[b"id"].decode(errors="replace"),
-        reason=fields[b"reason"].decode(),
-        attempts=int(fields[b"attempts"]),
-        died_at_ms=int(entry_id.partition("-")[0]),
-        entry_id=entry_id,
-        signature=fields.get(b"signature", b"").decode(errors="replace"),
-    )
+def _letter(entry_id: str, fields: dict[bytes, Any]) -> DeadLetter | None:
+    """None for an entry that no script of ours has written."""
+    try:
+        return DeadLetter(
+            request_id=fields[b"id"].decode(errors="replace"),
+            reason=fields[b"reason"].decode(),
+            attempts=int(fields[b"attempts"]),
+            died_at_ms=int(entry_id.partition("-")[0]),
+            entry_id=entry_id,
+            signature=fields.get(b"signature", b"").decode(errors="replace"),
+        )
+    except (KeyError, ValueError):
+        return None

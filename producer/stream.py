@@ -196,7 +196,7 @@ class EventStream(AsyncIterator[StreamEvent]):
         """Read until the server answers. What fails does not change where the reader is."""
         clock = asyncio.get_running_loop().time
         pause, failing_since = _FIRST_PAUSE_S, None
-        while not self._source.closed:
+        while not self._is_over:
             try:
                 return await self._read()
             except LOST as exc:
@@ -208,6 +208,8 @@ class EventStream(AsyncIterator[StreamEvent]):
                 raise unavailable(exc) from exc
             await asyncio.sleep(random.uniform(pause / 2, pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if self._closed:
+            return []
         raise RedisUnavailable("the client is closed")
 
     async def _read(self) -> list[Entry]:

@@ -5,6 +5,7 @@ Every method is that of `InferenceClient`, run in a background thread that all t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -29,13 +30,16 @@ _Background = Background[InferenceClient]
 class SyncEventStream(Iterator[StreamEvent]):
     """The events of one request, as `EventStream` has them, for one thread at a time.
 
-    Leaving a loop over it early needs no more; `close` ends it at once, also from another thread.
+    Leaving a loop over it early needs no more; `close` ends it, also from another thread. A process that is forked goes
+    on with a stream of its own, from where this one was.
     """
 
     def __init__(self, background: _Background, stream: EventStream) -> None:
         self.request_id = stream.request_id
         self._background = background
-        self._stream = stream
+        self._stream: EventStream | None = stream
+        self._pid = os.getpid()
+        self._ended = False
         self._position = stream.position
         self._next: Future[tuple[StreamEvent, str] | None] | None = None
 
@@ -48,8 +52,9 @@ class SyncEventStream(Iterator[StreamEvent]):
         return self
 
     def __next__(self) -> StreamEvent:
+        self._leave_parent()
         if self._next is None:
-            self._next = self._background.start(lambda _: self._read())
+            self._next = self._background.start(self._read)
         try:
             found = self._background.wait(self._next)
         except KeyboardInterrupt:  # what is on its way is the next one that is asked for
@@ -65,7 +70,10 @@ class SyncEventStream(Iterator[StreamEvent]):
 
     def close(self) -> None:
         """No event comes any more. The position stays."""
-        self._background.run(lambda _: self._stream.aclose())
+        self._ended = True
+        self._leave_parent()
+        if (stream := self._stream) is not None:
+            self._background.run(lambda _: stream.aclose())
 
     def __enter__(self) -> Self:
         return self
@@ -73,11 +81,20 @@ class SyncEventStream(Iterator[StreamEvent]):
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    async def _read(self) -> tuple[StreamEvent, str] | None:
-        try:
-            return await anext(self._stream), self._stream.position
-        except StopAsyncIteration:
+    async def _read(self, client: InferenceClient) -> tuple[StreamEvent, str] | None:
+        if self._ended:
             return None
+        stream = self._stream = self._stream or client.stream(self.request_id, self._position)
+        try:
+            return await anext(stream), stream.position
+        except StopAsyncIteration:
+            self._ended = True
+            return None
+
+    def _leave_parent(self) -> None:
+        """After a fork: what the parent has reads by its connections, and in its thread."""
+        if self._pid != os.getpid():
+            self._pid, self._stream, self._next = os.getpid(), None, None
 
 
 class SyncInferenceClient:

@@ -24,6 +24,14 @@ def test_small_family(number): pass
 @pytest.mark.slow
 def test_alone(): pass
 
+@pytest.mark.slow(family="joined", share=0.1)
+@pytest.mark.parametrize("number", range(15))
+def test_joined_many(number): pass
+
+@pytest.mark.slow(family="joined", share=0.1)
+@pytest.mark.parametrize("number", range(5))
+def test_joined_few(number): pass
+
 @pytest.mark.gpu
 def test_on_a_gpu(): pass
 
@@ -58,6 +66,7 @@ def test_a_sample_has_a_share_of_each_family(suite: Path) -> None:
     assert "--sample-seed=1" in printed
     assert len({name for name in passed if name.startswith("test_family")}) == 5
     assert len({name for name in passed if name.startswith("test_small_family")}) == 1
+    assert len({name for name in passed if name.startswith("test_joined")}) == 2
     assert {"test_alone", "test_quick", "test_examples"} <= passed
 
 
@@ -68,7 +77,16 @@ def test_a_seed_repeats_its_sample_and_seeds_differ(suite: Path) -> None:
 
 def test_a_full_run_leaves_nothing_out(suite: Path) -> None:
     _, passed = run(suite, "--full", examples=400)
-    assert len(passed) == 20 + 2 + 3
+    assert len(passed) == 20 + 2 + 20 + 3
+
+
+def test_five_days_running_see_every_slow_test(suite: Path) -> None:
+    """From one month to the next too; each day has its own, and what is not slow always runs."""
+    days = [
+        run(suite, "--fifth", f"--sample-seed={day}")[1] for day in (20270130, 20270131, 20270201, 20270202, 20270203)
+    ]
+    assert set.union(*days) == run(suite, "--full", examples=400)[1]
+    assert set.intersection(*days) == {"test_quick", "test_examples"}
 
 
 def test_a_test_that_is_named_runs(suite: Path) -> None:

@@ -32,7 +32,7 @@ class QueueBell:
         self._ring = ring
 
     async def listen(self) -> Never:
-        outage = Outage("bell")
+        outage = Outage("bell", vital=False)
         while True:
             await self._wanted.wait()
             try:

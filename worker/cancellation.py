@@ -27,7 +27,7 @@ class CancellationBell:
 
     async def listen(self) -> Never:
         """Subscribe, and again after each lost connection."""
-        outage = Outage("cancellation")
+        outage = Outage("cancellation", vital=False)
         while True:
             try:
                 await self._hear(outage)

@@ -144,13 +144,14 @@ class WorkerCommands:
         return [_read_claimed(token, *each) for each in answer]
 
     async def reacquire(
-        self, request_id: str, *, token: str, epoch: int, worker: str, lease_ms: int
+        self, request_id: str, *, token: str, generation: int, epoch: int, worker: str, lease_ms: int
     ) -> Reacquired | None:
         """Get a job back whose lease has ended under its owner, or whose stream has lost its end; None: drop it.
 
-        `epoch` is the owner's last one. A repeat of a call whose reply was lost takes one more epoch.
+        `epoch` is the owner's last one, `generation` the job's that it has claimed. A repeat of a call whose reply was
+        lost takes one more epoch.
         """
-        answer = await self._scripts.run("reacquire", request_id, token, epoch, worker, lease_ms)
+        answer = await self._scripts.run("reacquire", request_id, token, generation, epoch, worker, lease_ms)
         if answer is None:
             return None
         new_epoch, counts = answer

@@ -11,6 +11,15 @@ class Dropped(Exception):
     """The request is somebody else's now, or nobody's: nothing more is written."""
 
 
+class RedisRefuses(Exception):
+    """Redis answers a part of the worker, and will never let it do its work; the message says which and why."""
+
+    def __init__(self, role: str, reason: str) -> None:
+        super().__init__(f"{role}: {reason}")
+        self.role = role
+        self.reason = reason
+
+
 class ServerFull(Exception):
     """Redis has been full for so long that the request is given up."""
 

@@ -91,11 +91,12 @@ class Generation:
         self.outbox = Outbox(
             request_id=claimed.request_id,
             token=claimed.token,
+            generation=claimed.generation,
             epoch=claimed.epoch,
             max_unsent_tokens=max_unsent_tokens,
             on_pressure=self._hold_back,
             on_lost=self._on_lost,
-            on_stuck=lambda: self.interrupt(ServerFull()),
+            on_stuck=self._give_up,
         )
         self._end: asyncio.Future[FinishReason | Exception] = asyncio.get_running_loop().create_future()
         self._stopping: FinishReason | None = None  #: what an abort that is under way stands for
@@ -227,6 +228,13 @@ class Generation:
     def _on_lost(self, why: str) -> None:
         _log.info("request.lost", request_id=self.request_id, why=why)
         self._recovery.get_back(self)
+
+    def _give_up(self, reason: str | None) -> None:
+        """A full server takes the end of a request at least. Of another that refuses, nobody knows when it will."""
+        if reason is None:
+            self.interrupt(ServerFull())
+        else:
+            self.drop(f"Redis refuses to write: {reason}")
 
     def _hold_back(self, over: bool) -> None:
         if self._end.done():

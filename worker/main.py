@@ -1,7 +1,8 @@
 """The composition root of `inferq-worker`: what there is, in which order it lives, and what the exit code says.
 
 0  stopped by SIGTERM or SIGINT: its running requests had their time, and what was left went back to the queue
-1  the engine died for good, the embedded server died, or something here is broken
+1  the engine died for good, the embedded server died, Redis refuses for good what the worker needs, or something here
+   is broken
 2  a flag or variable is wrong, or something that was asked for is not installed
 3  Redis cannot be reached at the start
 """
@@ -23,7 +24,7 @@ from inferq.producer.errors import InferqError
 
 from . import log
 from .embedded import EmbeddedServer, EmbeddedServerError, embedded_server
-from .errors import ShuttingDown
+from .errors import RedisRefuses, ShuttingDown
 from .queue import QueueWorker
 from .service import RedisAway, open_redis, running_service
 from .settings import PROGRAM, SECRETS, InvalidSettings, WorkerSettings, read_settings
@@ -65,7 +66,10 @@ def run(argv: Sequence[str]) -> Exit:
         return _refuse(Exit.USAGE, exc)
     except Exception as exc:
         for each in exc.exceptions if isinstance(exc, ExceptionGroup) else (exc,):
-            _log.critical("worker.broke", **log.cause(each))
+            if isinstance(each, RedisRefuses):
+                _log.critical("redis.unusable", part=each.role, reason=each.reason)
+            else:
+                _log.critical("worker.broke", **log.cause(each))
         return Exit.BROKEN
 
 

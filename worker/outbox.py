@@ -19,8 +19,8 @@ from inferq.producer.events import Delta, FinishReason, TerminalEvent, encode_ev
 from .commands import Entry, Outcome
 from .progress import Progress
 
-#: A request whose tokens a full server has refused for so long is given up.
-FULL_SECONDS: Final = 30.0
+#: A request whose tokens the server has refused for so long is given up.
+REFUSED_SECONDS: Final = 30.0
 
 
 class Hold(Enum):
@@ -47,11 +47,12 @@ class Outbox:
 
     request_id: str
     token: str
+    generation: int  #: of the job that was claimed: an id may have others, before and after it
     epoch: int
     max_unsent_tokens: int
     on_pressure: Callable[[bool], object]  #: called with True over the bound, with False when half is free again
     on_lost: Callable[[str], object]  #: called when the stream has to be got back
-    on_stuck: Callable[[], object]  #: called when a full server has refused for FULL_SECONDS, and again later
+    on_stuck: Callable[[str | None], object]  #: called after REFUSED_SECONDS, and again later; see `refused`
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     finish_reason: FinishReason | None = None
@@ -192,19 +193,25 @@ class Outbox:
     def answer_lost(self) -> None:
         """Nobody knows whether the frozen entry stands in the stream, until its repeat is answered."""
         self._doubtful = True
+        self._refused_since = None
 
-    def refused(self) -> None:
-        """A full server has written nothing. An entry that it certainly does not have is thawed."""
+    def refused(self, reason: str | None = None) -> None:
+        """The server takes nothing now, for a reason; without one it is full, and has written nothing.
+
+        An entry that a full server certainly does not have is thawed.
+        """
         if self.hold is not Hold.HELD or self._closing:
             return
-        if self.sent is not None and not self._doubtful:
+        if reason is not None:
+            self._doubtful = True
+        elif self.sent is not None and not self._doubtful:
             self._thaw()
         if self.leaving:
             self.discard()
         now = time.monotonic()
         self._refused_since = self._refused_since or now
-        if now - self._refused_since >= FULL_SECONDS:
-            self.on_stuck()
+        if now - self._refused_since >= REFUSED_SECONDS:
+            self.on_stuck(reason)
 
     def _thaw(self) -> None:
         self.sent, self._sequence = None, self._sequence - 1
@@ -224,14 +231,17 @@ class Outbox:
     def restart(self, epoch: int, progress: Progress) -> bool:
         """The stream is this owner's again, and holds so much: go on with what it lacks.
 
-        False, and still lost, if it holds what this owner has never made.
+        False, and still lost, if it holds what this owner has never made: tokens, or another end.
         """
         text = "".join([*self._texts, *self._unsent_texts])
-        ended_elsewhere = progress.finish_reason is not None and self.finish_reason is None
+        own_end = self.finish_reason, len(self.token_ids)
+        its_end = progress.finish_reason, len(progress.token_ids)
+        ended_elsewhere = progress.finish_reason is not None and own_end != its_end
         if ended_elsewhere or not progress.begins(self.token_ids, text):
             return False
         self.epoch, self._sequence, self.sent = epoch, 0, None
         self._closing = self._doubtful = False
+        self._refused_since = None
         self._texts, self._unsent_texts = [progress.text], [text[progress.num_chars :]]
         self._mark_entered(progress)
         self.hold = Hold.HELD

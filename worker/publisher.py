@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Never, Protocol
+from typing import Any, Never, Protocol
 
 from redis.exceptions import OutOfMemoryError
 
 from inferq.engine.request import Delta as EngineDelta
 from inferq.producer.events import FinishReason, TerminalEvent
 
-from .background import REDIS_ERRORS, Outage, is_refused
+from .background import REDIS_ERRORS, Outage, is_away, is_refused, reason_of
 from .commands import MAX_ENTRIES_PER_CALL, DeadLetter, Entry, Outcome
+from .log import get_logger
 from .outbox import Hold, Outbox
+
+_log: Any = get_logger("publisher")
 
 
 class Appends(Protocol):
@@ -98,17 +101,20 @@ class Publisher:
     async def _insist(self, outbox: Outbox, command: Callable[[], Awaitable[Outcome]]) -> Outcome | None:
         """The same bytes until Redis answers; None when the stream is not held any more.
 
-        What Redis refuses by itself is given up: the outbox is gone then.
+        What Redis refuses by itself, or for too long, is given up: the outbox is gone then, and when the lease lapses
+        another worker goes on from what was published.
         """
-        outage = Outage("publisher")
+        outage = Outage("publisher", vital=False)
         while outbox.hold is Hold.HELD:
             try:
                 outcome = await command()
             except REDIS_ERRORS as exc:
-                if is_refused(exc):
+                delay = outage.failed(exc)
+                if is_refused(exc) or outage.is_stuck:
+                    _log.error("request.given_up", request_id=outbox.request_id, reason=reason_of(exc))
                     outbox.drop()
                     return Outcome.MOVED
-                await asyncio.sleep(outage.failed(exc))
+                await asyncio.sleep(delay)
             else:
                 outage.over()
                 return outcome
@@ -147,8 +153,10 @@ class Publisher:
         for outbox in batch:
             if isinstance(exc, OutOfMemoryError):
                 outbox.refused()
-            else:
+            elif is_away(exc):
                 outbox.answer_lost()
+            else:
+                outbox.refused(reason_of(exc))
         if not is_refused(exc):
             self._waiting = dict.fromkeys([*batch, *self._waiting])
             await asyncio.sleep(self._outage.failed(exc))

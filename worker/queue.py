@@ -171,15 +171,18 @@ class QueueWorker(Worker):
         if now - self._last_answer > max(self._settings.lease_seconds / 2, 2 * self.poll_delay_s):
             self._distrust_leases()
         token = secrets.token_hex(8)
-        lost = [each for each, lapsed_at in self._lost_claims.items() if lapsed_at > now]
-        # Until there is an answer, nobody knows whether this call has taken jobs.
-        self._lost_claims[token] = now + self._settings.lease_seconds + _CALL_SECONDS
+        slots = self.max_jobs - self.job_counter if self._room.is_open else 0
+        self._lost_claims = {each: lapsed_at for each, lapsed_at in self._lost_claims.items() if lapsed_at > now}
+        lost = list(self._lost_claims)
+        if slots or lost:
+            # Until there is an answer, nobody knows whether this call has taken jobs.
+            self._lost_claims[token] = now + self._settings.lease_seconds + _CALL_SECONDS
         claimed = await self._commands.claim(
             worker=self._settings.worker_id,
             token=token,
             lost_tokens=lost,
             lease_ms=self._settings.lease_ms,
-            slots=self.max_jobs - self.job_counter if self._room.is_open else 0,
+            slots=slots,
             free_blocks=self._room.free_blocks(each.uncounted_tokens for each in self.generations.values()),
             block_size=self._room.block_size,
             running_here=self.job_counter,

@@ -12,8 +12,9 @@ from typing import Any, Never, Protocol
 
 from inferq.producer.contract import Keys
 
-from .background import REDIS_ERRORS, Outage, is_refused
+from .background import REDIS_ERRORS, Outage, is_refused, reason_of
 from .commands import Outcome, Reacquired
+from .errors import Dropped
 from .log import get_logger
 from .outbox import Hold, Outbox
 from .progress import BrokenStream, Progress, Ranges, read_progress
@@ -26,7 +27,7 @@ class Reacquires(Protocol):
     """The commands by which a job is got back, or given away; WorkerCommands has them."""
 
     async def reacquire(
-        self, request_id: str, *, token: str, epoch: int, worker: str, lease_ms: int
+        self, request_id: str, *, token: str, generation: int, epoch: int, worker: str, lease_ms: int
     ) -> Reacquired | None: ...
 
     async def hand_back(self, request_id: str, *, token: str, expected_id: str) -> Outcome: ...
@@ -57,15 +58,18 @@ class Recovery:
         self._wake = asyncio.Event()
 
     async def read(self, request_id: str) -> Progress:
-        """What the stream holds, as soon as Redis says it. Raises BrokenStream."""
-        outage = Outage("recovery")
+        """What the stream holds, as soon as Redis says it. Raises BrokenStream, and Dropped if it does not for long."""
+        outage = Outage("recovery", vital=False)
         while True:
             try:
                 progress = await read_progress(self._redis, self._keys, request_id)
             except REDIS_ERRORS as exc:
                 if is_refused(exc):
                     raise BrokenStream("Redis refuses to read it") from None
-                await asyncio.sleep(outage.failed(exc))
+                delay = outage.failed(exc)
+                if outage.is_stuck:
+                    raise Dropped(f"Redis refuses to read it: {reason_of(exc)}") from None
+                await asyncio.sleep(delay)
             else:
                 outage.over()
                 return progress
@@ -86,11 +90,12 @@ class Recovery:
                 try:
                     await self._get_back(owner)
                 except REDIS_ERRORS as exc:
-                    if is_refused(exc):
-                        owner.drop("Redis refuses to give it back")
+                    delay = 0.0 if is_refused(exc) else outage.failed(exc)
+                    if is_refused(exc) or outage.is_stuck:
+                        owner.drop(f"Redis refuses to give it back: {reason_of(exc)}")
                     else:
                         self._lost[owner] = None
-                        await asyncio.sleep(outage.failed(exc))
+                        await asyncio.sleep(delay)
                 else:
                     outage.over()
 
@@ -99,7 +104,12 @@ class Recovery:
         if outbox.hold is not Hold.LOST:  # it was dropped meanwhile
             return
         got = await self._commands.reacquire(
-            outbox.request_id, token=outbox.token, epoch=outbox.epoch, worker=self._worker, lease_ms=self._lease_ms
+            outbox.request_id,
+            token=outbox.token,
+            generation=outbox.generation,
+            epoch=outbox.epoch,
+            worker=self._worker,
+            lease_ms=self._lease_ms,
         )
         if got is None:
             owner.drop("lease lost")

@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ssl import SSLError
 from typing import Any, Final
 
 from arq.connections import ArqRedis
-from redis.exceptions import AuthenticationError, ResponseError
+from redis.asyncio.sentinel import SentinelConnectionPool
+from redis.exceptions import ResponseError
 
 from inferq.engine.async_engine import AsyncInferenceEngine
 from inferq.producer.commands import ProducerCommands
-from inferq.producer.connection import LOST, blocking_connection, connect
+from inferq.producer.connection import LOST, blocking_connection, connect, is_refusal
 
 from .background import REDIS_ERRORS, Backoff, Outage, end, every, persist
 from .bell import QueueBell
@@ -68,10 +70,10 @@ async def _reach(redis: ArqRedis) -> None:
                 try:
                     await redis.ping()
                     return
-                except AuthenticationError:
-                    raise RedisAway("Redis refuses the credentials of --redis-url") from None
                 except REDIS_ERRORS as exc:
-                    problem = type(exc).__name__
+                    if is_refusal(exc):
+                        raise RedisAway("Redis refuses the credentials of --redis-url") from None
+                    problem = _problem(exc)
                 await asyncio.sleep(backoff.next())
     except TimeoutError:
         raise RedisAway(
@@ -80,9 +82,20 @@ async def _reach(redis: ArqRedis) -> None:
         ) from None
 
 
+def _problem(error: BaseException) -> str:
+    """The kind of error; of TLS also what is wrong, which is never a server that is not there."""
+    chain = (error, error.__cause__, error.__context__)
+    return next((str(each) for each in chain if isinstance(each, SSLError)), type(error).__name__)
+
+
 def _place(redis: ArqRedis) -> str:
     """Where the server should be, without user and password."""
-    options = redis.connection_pool.connection_kwargs
+    pool = redis.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
+        places = ", ".join(f"{each['host']}:{each['port']}" for each in sentinels)
+        return f"the primary of {pool.service_name!r} that Sentinel names at {places}"
+    options = pool.connection_kwargs
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
 

@@ -30,9 +30,14 @@ export class Connection {
     const path = decodeURIComponent(pathname);
     const connection = new Connection(isUnix ? { path } : { host: host || "localhost", port: Number(port || 6379) });
     const user = username ? [decodeURIComponent(username)] : [];
-    if (password) await connection.command("AUTH", ...user, decodeURIComponent(password));
     const db = searchParams.get("db") ?? (isUnix ? "" : path.slice(1));
-    if (db) await connection.command("SELECT", db);
+    try {
+      if (password) await connection.command("AUTH", ...user, decodeURIComponent(password));
+      if (db) await connection.command("SELECT", db);
+    } catch (error) {
+      connection.close();
+      throw error;
+    }
     return connection;
   }
 

@@ -8,7 +8,7 @@ local function cancel(id)
     if job == nil then
         local score = redis.call('ZSCORE', QUEUE, id) or redis.call('ZSCORE', RUNNING, id)
         if score and redis.call('EXISTS', payload_key(id)) == 1 then
-            job = adopt(id, tonumber(score), last_entry(id), now, {'order', score})
+            job = adopt(id, tonumber(score), last_entry(id), now, {'order', 0})
         end
     end
 

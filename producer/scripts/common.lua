@@ -14,6 +14,8 @@ local PREFIX, MODEL = ARGV[1], ARGV[2]
 local BROKEN = 'what Redis holds of this job is broken'
 local MAX_EPOCH = 9007199254740991
 local MAX_CHOICES = 128
+-- A job's place, whoever gave it, stays below every clock in ms; a plain arq producer's score is such a clock.
+local FIRST_CLOCK_MS = 100000000000
 
 -- The key `part` of a request or of a model.
 local function key(name, part)
@@ -76,10 +78,10 @@ local function number_of(field)
     return tonumber(field)
 end
 
--- A field of `:job` that holds any number, or the default where there is none.
-local function real_of(field, default)
+-- A field of `:job` that holds any number nearer to 0 than `bound`, or the default where there is none.
+local function real_of(field, default, bound)
     local number = field and tonumber(field) or default
-    if field and not (tonumber(field) and math.abs(number) < math.huge) then
+    if field and not (tonumber(field) and math.abs(number) < (bound or math.huge)) then
         error(BROKEN, 0)
     end
     return number
@@ -102,12 +104,12 @@ local function load_job(id)
         enqueued_at_ms = number_of(values[4]),
         expires_at_ms = values[5] and number_of(values[5]) or nil,
         cancel_on_disconnect = values[6],
-        order = real_of(values[7], 0),
+        order = real_of(values[7], 0, FIRST_CLOCK_MS),
         priority = real_of(values[8], 0),
         estimate = math.max(real_of(values[9], 0), 0),
         choices = math.min(math.max(real_of(values[10], 1), 1), MAX_CHOICES),
-        losses = real_of(values[11], 0),
-        queue_ms = values[12],
+        losses = values[11] and number_of(values[11]) or 0,
+        queue_ms = values[12] and string.format('%.3f', real_of(values[12])),
     }
 end
 
@@ -152,8 +154,8 @@ end
 
 -- Fair queueing. A job's place is its virtual finish: behind the virtual time and its tenant's last job, by its cost
 -- over the tenant's weight, less its priority's boost. Costs are thousands of tokens, so that places stay far below
--- every clock in ms, whatever is served; a plain arq producer's score is such a clock.
-local TOKENS_PER_COST, PRIORITY_BOOST, FIRST_CLOCK_MS = 1000, 10000, 100000000000
+-- FIRST_CLOCK_MS, whatever is served.
+local TOKENS_PER_COST, PRIORITY_BOOST = 1000, 10000
 -- The member of `vtime` that is the virtual time; tenants' names have a prefix.
 local VIRTUAL_TIME = 'now'
 

@@ -41,6 +41,7 @@ local function look()
         if not known_as then
             known_as, fingerprinted = streamed(first)
         end
+        number_of(known_as)
         return fingerprinted == fingerprint and accepted('existing', known_as) or {'conflict'}
     elseif lives then
         return {'duplicate'}

@@ -114,6 +114,7 @@ async def test_an_answer_that_nobody_reads_is_cancelled(
         assert found[-1].finish_reasons == ("cancelled",)
 
 
+@pytest.mark.timeout(240)
 @kinds
 @pytest.mark.slow
 async def test_a_chat_that_waits_is_kept_alive_and_forgotten_when_its_browser_goes(

@@ -20,7 +20,7 @@ KEYS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(family="benchmarks", share=0.17)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", KEYS)
 def test_a_benchmark_prints_its_figures(script: str) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 import redis.asyncio
 from redis.exceptions import ReadOnlyError
+from support.processes import scripted, start_worker
 from support.queue import ENDLESS, KEYS, MODEL, answer_to, left_over, scripted_worker
 from support.restarts import restartable_server
+from support.sentinel import guarded
 from support.servers import valkey
 from support.streams import assert_unbroken, events, starts_of, text_of, tokens_of, until_delta, until_ended
 from support.waiting import wait_until
 
-from inferq.producer import InferenceClient
+from inferq.producer import InferenceClient, connect
+from inferq.worker.main import Exit
 from inferq.worker.service import open_redis
 
 SLOW = ["--step-ms", "10"]
@@ -170,6 +174,31 @@ async def test_a_worker_waits_for_a_server_that_hangs() -> None:
                 server.resume()
                 assert_unbroken(await until_ended(client, KEYS, request_id), answer_to("hang", 300))
                 assert {attempt for attempt, _ in starts_of(await events(client, KEYS, request_id))} == {1}
+
+
+async def test_a_worker_follows_the_sentinels_to_the_next_primary() -> None:
+    """The primary is demoted in mid-stream, and keeps its connections; Sentinel alone says who comes next."""
+    with guarded(password="secret") as servers:
+        url = servers.url(":secret@")
+        async with (
+            scripted_worker(url, engine=SLOW) as worker,
+            InferenceClient.from_url(url, model=MODEL) as producer,
+            connect(url) as client,
+        ):
+            ids = [await producer.submit(f"sentinel {number}", sampling={"max_tokens": 400}) for number in range(3)]
+            results = [asyncio.create_task(producer.result(request_id)) for request_id in ids]
+            for request_id in ids:
+                await until_delta(client, KEYS, request_id, at_least=10)
+            await asyncio.to_thread(servers.fail_over)
+            for number, (request_id, result) in enumerate(zip(ids, results, strict=True)):
+                assert (await result).text == answer_to(f"sentinel {number}", 400)
+                found = await until_ended(client, KEYS, request_id)
+                assert_unbroken(found, answer_to(f"sentinel {number}", 400))
+                assert {attempt for attempt, _ in starts_of(found)} == {1}
+            assert await left_over(client) == set()
+            assert "secret" not in worker.log
+        with start_worker(servers.url("", others="127.0.0.1:1,"), environment=scripted()) as worker:
+            assert await worker.wait() == Exit.NO_REDIS
 
 
 async def test_a_full_server_refuses_tokens_and_still_takes_the_end() -> None:

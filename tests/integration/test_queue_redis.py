@@ -30,11 +30,21 @@ async def test_no_server_at_the_start_is_exit_3_and_one_line(tmp_path: object) -
         assert "--embedded" in line
 
 
-async def test_a_server_that_cannot_be_reached_is_named_without_its_password() -> None:
-    with start_worker("redis://user:secret@localhost:1/0") as worker:
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://user:secret@localhost:1/0", "localhost:1 "),
+        (
+            "redis+sentinel://user:secret@localhost:1,localhost:2/main",
+            "'main' that Sentinel names at localhost:1, localhost:2 ",
+        ),
+    ],
+)
+async def test_a_server_that_cannot_be_reached_is_named_without_its_password(url: str, place: str) -> None:
+    with start_worker(url) as worker:
         assert await worker.wait(30) == 3
         (line,) = worker.log.splitlines()
-        assert "localhost:1 " in line
+        assert place in line
         assert "secret" not in line
 
 

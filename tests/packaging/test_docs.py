@@ -13,6 +13,7 @@ import arq.connections
 import pytest
 import redis.asyncio
 from arq.connections import RedisSettings
+from pydantic_settings import CLI_SUPPRESS
 from support.tree import LAYERS, ROOT
 
 import inferq.producer
@@ -34,7 +35,11 @@ def rows(text: str, cells: int) -> list[list[str]]:
 def test_every_setting_is_documented_with_its_default() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     documented = {row[0].removeprefix("| ").strip("`"): row for row in rows(text, 4)}
-    settings = {f"--{name.replace('_', '-')}": field for name, field in WorkerSettings.model_fields.items()}
+    settings = {
+        f"--{name.replace('_', '-')}": field
+        for name, field in WorkerSettings.model_fields.items()
+        if CLI_SUPPRESS not in field.metadata
+    }
     assert {flag for flag in documented if flag.startswith("--")} == settings.keys()
     for flag, field in settings.items():
         _, variable, default, what = documented[flag]

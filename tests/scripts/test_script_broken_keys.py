@@ -69,10 +69,14 @@ WAITING: dict[str, Breaker] = {
     "enqueued-at-negative": _field("enqueued_at_ms", "-1"),
     "expires-at-infinite": _field("expires_at_ms", "inf"),
     "order-a-word": _field("order", "abc"),
+    "order-past-every-clock": _field("order", "1e300"),
     "priority-infinite": _field("priority", "inf"),
     "estimate-nan": _field("estimate", "nan"),
     "choices-a-word": _field("choices", "abc"),
     "losses-endless": _field("losses", "9" * 400),
+    "losses-negative": _field("losses", "-1"),
+    "queue-ms-a-word": _field("queue_ms", "abc"),
+    "queue-ms-infinite": _field("queue_ms", "inf"),
     "last-id-the-largest": _entry(MAX_ID),
     "last-id-past-all-counting": _entry(f"{2**63}-0"),
     "last-id-deleted": _entry(f"{2**63}-0", deleted=True),
@@ -167,6 +171,20 @@ class TestARunningJob:
         assert await wire.publish(*(following(job) for job in jobs)) == ["ok", "ok"]
         await ended_as_broken(wire)
 
+    async def test_does_not_hold_up_the_next_call_of_a_worker_that_missed_a_reply(
+        self, wire: Wire, broken: Breaker
+    ) -> None:
+        for request_id in ("before", "bad", "after"):
+            await wire.enqueue(request_id)
+        await wire.claim(slots=3, token="lost")
+        await broken(wire)
+        jobs = await wire.claim(slots=3, lost_tokens=["lost"])
+        assert {(job.request_id, job.attempt) for job in jobs} >= {("before", 1), ("after", 1)}
+        assert await wire.publish(*(following(job) for job in jobs if job.request_id != "bad")) == ["ok", "ok"]
+        await wire.lapse("bad")
+        await wire.claim()
+        await ended_as_broken(wire)
+
     async def test_is_not_kept_by_an_owner_who_wants_it_back(self, wire: Wire, broken: Breaker) -> None:
         job = await wire.claimed("bad")
         await wire.lapse("bad")
@@ -198,7 +216,10 @@ async def test_a_lease_without_an_end_is_none(wire: Wire) -> None:
     assert [(job.request_id, job.attempt) for job in await wire.claim()] == [("bad", 2)]
 
 
-@pytest.mark.parametrize(("field", "value"), [("charge", "abc"), ("charge", "nan"), ("choices", "1e300")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("charge", "abc"), ("charge", "nan"), ("choices", "1e300"), ("queue_ms", "0x10"), ("estimate", "1e300")],
+)
 async def test_a_field_that_only_some_scripts_use_is_no_hindrance(wire: Wire, field: str, value: str) -> None:
     await wire.enqueue("odd")
     await wire.redis.hset(wire.keys.job("odd"), field, value)
@@ -235,6 +256,14 @@ async def test_nothing_is_enqueued_onto_what_is_no_job_of_ours(wire: Wire, broke
     with pytest.raises(InvalidRequest, match="request_id"):
         await wire.enqueue("bad")
     assert sorted(await wire.redis.keys("*")) == before
+
+
+@pytest.mark.parametrize("generation", ["abc", "", "9" * 400])
+async def test_a_broken_job_is_not_the_answer_to_an_idempotent_repeat(wire: Wire, generation: str) -> None:
+    await wire.enqueue("bad", fingerprint="f1", idempotent=True)
+    await wire.redis.hset(wire.keys.job("bad"), "generation", generation)
+    with pytest.raises(InvalidRequest, match="request_id"):
+        await wire.enqueue("bad", fingerprint="f1", idempotent=True)
 
 
 async def test_a_broken_head_does_not_break_the_answer_of_a_full_backlog(wire: Wire) -> None:

@@ -48,6 +48,34 @@ async def test_a_finish_without_one_leaves_none(wire: Wire) -> None:
         await wire.producer.dead_show("a")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": "y"},
+        {"id": "a", "reason": "r"},
+        {"id": "a", "reason": "r", "attempts": "many"},
+        {"id": "a", "reason": b"\xff", "attempts": "1"},
+    ],
+)
+async def test_an_entry_that_is_no_letter_hides_no_other(wire: Wire, fields: dict) -> None:
+    await die(wire)
+    await wire.redis.xadd(wire.keys.dead, fields)
+    assert [letter.request_id for letter in await wire.producer.dead_list()] == ["a"]
+    assert (await wire.producer.dead_show("a"))[1] == PAYLOAD
+
+
+async def test_where_no_letter_can_be_written_the_job_ends_all_the_same(wire: Wire) -> None:
+    await wire.redis.set(wire.keys.dead, "x")
+    await die(wire)
+    assert await wire.types("a") == ["queued", "started", "failed"]
+    job = await wire.claimed("b")
+    await wire.lapse("b")
+    assert await wire.claim(max_attempts=1) == []
+    assert (await wire.events("b"))[-1].code == "attempts_exhausted"
+    assert await wire.publish(following(job)) == ["fenced"]
+    await wire.redis.delete(wire.keys.dead)
+
+
 async def test_a_repeat_writes_no_second_letter(wire: Wire) -> None:
     job = await die(wire)
     assert await wire.worker.finish(following(job, kind="failed"), dead=CRASHED) == "ok"

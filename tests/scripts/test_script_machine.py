@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pytest
@@ -16,116 +15,19 @@ import redis.asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from support.wire import Wire, after, following
+from support.job_model import ENDED, LAPSED, LEASED, MAX_ATTEMPTS, WAITING, Job, Owner, QueueModel
+from support.wire import Wire, after
 
 from inferq.producer.errors import DuplicateRequest, QueueFull
 from inferq.producer.events import decode_event
-from inferq.worker.commands import Claimed, DeadLetter, Entry, Renewed
+from inferq.worker.commands import DeadLetter, Entry, Renewed
 
 T = TypeVar("T")
 IDS = ("a", "b", "c", "d")
 MAX_BACKLOG = 3
-MAX_ATTEMPTS = 3
-FREE_LOSSES = 10
 TERMINAL = ("finished", "failed")
-WAITING, LEASED, LAPSED, ENDED, ABSENT = "waiting", "leased", "lapsed", "ended", "absent"
 
 request_ids = st.sampled_from(IDS)
-
-
-@dataclass
-class Job:
-    """What the model knows of an id. `place` is its virtual finish; a plain producer's job has none before a claim."""
-
-    state: str = ABSENT
-    stream: list[str] = field(default_factory=list)
-    place: int | None = None
-    owner: str | None = None
-    handed_back_by: str | None = None
-    attempts: int = 0
-    losses: int = 0
-    tokens: int = 0
-    plain: bool = False
-    cancel_key: bool = False
-    armed: bool = False
-    watched: bool = False
-    has_reader: bool = False
-    overdue: bool = False
-    has_deadline: bool = False
-    has_payload: bool = True
-
-    @property
-    def lives(self) -> bool:
-        return self.state in (WAITING, LEASED, LAPSED)
-
-    @property
-    def cancelled(self) -> bool:
-        return self.cancel_key or (self.armed and not self.has_reader)
-
-    @property
-    def ending(self) -> str | None:
-        """The terminal entry that it gets from whoever comes for it, if it has to end."""
-        if self.cancelled or self.overdue:
-            return "finished"
-        return None if self.has_payload else "failed"
-
-    def adopt(self) -> None:
-        if self.plain:
-            self.plain, self.stream = False, ["queued"]
-
-    def end(self, kind: str) -> None:
-        self.__init__(state=ENDED, stream=[*self.stream, kind])
-
-    def keys(self) -> set[str]:
-        """What exists of it besides its stream."""
-        if not self.lives:
-            return set()
-        present = {
-            "queue": self.state == WAITING,
-            "running": self.state != WAITING,
-            "job": not self.plain,
-            "payload": self.has_payload,
-            "lease": self.state == LEASED,
-            "cancel": self.cancel_key,
-            "reader": self.has_reader,
-            "deadlines": self.has_deadline or self.armed,
-        }
-        return {name for name, there in present.items() if there}
-
-
-@dataclass
-class Owner:
-    """Somebody who once claimed a job: what it would append next, and its last entry, for a repeat."""
-
-    job: Claimed
-    written: int = 0
-    last: Entry | None = None
-
-    def next(self, kind: str) -> Entry:
-        return following(self.job, self.written + 1, kind=kind)
-
-
-class Places:
-    """The virtual time of the one tenant that all jobs here are of; each job costs 1."""
-
-    def __init__(self) -> None:
-        self.now, self.last = 0, None
-
-    def next(self) -> int:
-        self.last = max(self.now, self.last or 0) + 1
-        return self.last
-
-    def refund(self) -> None:
-        if self.last is not None:
-            self.last -= 1
-
-    def served(self, place: int) -> None:
-        self.now = max(self.now, place)
-
-    def forget(self) -> None:
-        """What lies behind the virtual time."""
-        if self.last is not None and self.last <= self.now:
-            self.last = None
 
 
 class Protocol(RuleBasedStateMachine):
@@ -134,11 +36,9 @@ class Protocol(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.wire = Wire(redis.asyncio.Redis.from_url(url))
         self.run(self.wire.redis.flushdb())
-        self.jobs = {request_id: Job() for request_id in IDS}
-        self.places = Places()
-        self.unplaced: list[str] = []
+        self.model = QueueModel(IDS)
         self.owners: list[Owner] = []
-        self.dead: list[str] = []
+        self.lost_tokens: list[str] = []
         self.tops: dict[str, tuple[int, int]] = {}
 
     def run(self, call: Awaitable[T]) -> T:
@@ -155,32 +55,32 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(request_id=request_ids, deadline=st.booleans(), watched=st.booleans())
     def enqueue(self, request_id: str, deadline: bool, watched: bool) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         options = {"deadline_ms": 3_600_000 if deadline else None, "max_backlog": MAX_BACKLOG}
         options |= {"cancel_on_disconnect": watched}
         if job.lives:
             with pytest.raises(DuplicateRequest):
                 self.run(self.wire.enqueue(request_id, **options))
-        elif len(self.order()) >= MAX_BACKLOG:
+        elif len(self.model.order()) >= MAX_BACKLOG:
             with pytest.raises(QueueFull):
                 self.run(self.wire.enqueue(request_id, **options))
         else:
-            place = self.places.next()
+            place = self.model.places.next()
             accepted = self.run(self.wire.enqueue(request_id, **options))
-            self.jobs[request_id] = Job(WAITING, ["queued"], place, has_deadline=deadline, watched=watched)
-            assert accepted.position == self.order().index(request_id)
+            self.model.jobs[request_id] = Job(WAITING, ["queued"], place, has_deadline=deadline, watched=watched)
+            assert accepted.position == self.model.order().index(request_id)
 
     @rule(request_id=request_ids)
     def enqueue_plain(self, request_id: str) -> None:
-        if self.jobs[request_id].lives:
+        if self.model.jobs[request_id].lives:
             return  # arq's client looks for the payload, as ours does
         self.run(self.wire.enqueue_plain(request_id))
-        self.unplaced.append(request_id)
-        self.jobs[request_id] = Job(WAITING, self.jobs[request_id].stream, plain=True)
+        self.model.unplaced.append(request_id)
+        self.model.jobs[request_id] = Job(WAITING, self.model.jobs[request_id].stream, plain=True)
 
     @rule(request_id=request_ids)
     def cancel(self, request_id: str) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         outcome = self.run(self.wire.producer.cancel(request_id))
         if job.state == LEASED:
             assert outcome == "requested"
@@ -188,13 +88,13 @@ class Protocol(RuleBasedStateMachine):
         elif job.lives:
             assert outcome == "cancelled"
             job.adopt()
-            self.settle(request_id, "finished")
+            self.model.settle(request_id, "finished")
         else:
             assert outcome == ("finished" if job.state == ENDED else "unknown")
 
     @rule(request_id=request_ids)
     def touch_reader(self, request_id: str) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         assert self.run(self.wire.producer.touch_reader(request_id)) is job.watched
         if job.watched:
             job.armed = job.has_reader = True
@@ -207,17 +107,27 @@ class Protocol(RuleBasedStateMachine):
         grace=st.booleans(),
         plain=st.booleans(),
         exclude=st.sets(request_ids, max_size=2),
+        is_answered=st.integers(0, 3).map(bool),
     )
-    def claim(self, slots: int, takeover: bool, grace: bool, plain: bool, exclude: set[str]) -> None:
+    def claim(self, slots: int, takeover: bool, grace: bool, plain: bool, exclude: set[str], is_answered: bool) -> None:
+        """Now and then a reply is lost: the worker names that call's token in all calls until one is answered."""
         rules = {"takeover": takeover, "grace_end_ms": 2 if grace else 0, "max_attempts": MAX_ATTEMPTS}
+        rules |= {"lost_tokens": self.lost_tokens}
         claimed = self.run(self.wire.claim(slots, accept_plain=plain, exclude=exclude, **rules))
-        expected = self.take_lapsed(slots, grace, exclude) if takeover else []
-        self.place_plain(plain)
-        expected += self.take_waiting(slots - len(expected), exclude)
-        assert [job.request_id for job in claimed] == expected
+        found = [job.request_id for job in claimed]
+        taken_back = self.model.take_back(self.lost_tokens, exclude)
+        assert sorted(found[: len(taken_back)]) == taken_back
+        expected = self.model.take_lapsed(slots - len(taken_back), grace, exclude) if takeover else []
+        self.model.place_plain(plain)
+        expected += self.model.take_waiting(slots - len(taken_back) - len(expected), exclude)
+        assert found[len(taken_back) :] == expected
         for each in claimed:
-            self.check_claimed(each)
-            self.owners.append(Owner(each))
+            self.model.check_claimed(each)
+        if is_answered:
+            self.owners += [Owner(each) for each in claimed]
+            self.lost_tokens = []
+        else:
+            self.lost_tokens += [each.token for each in claimed[:1]]
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), kind=st.sampled_from(["delta", "delta", "finished", "failed"]), repeat=st.booleans())
@@ -225,19 +135,19 @@ class Protocol(RuleBasedStateMachine):
         owner = data.draw(st.sampled_from(self.owners))
         again = repeat and owner.last is not None
         entry = owner.last if again else owner.next(kind)
-        job = self.jobs[entry.request_id]
+        job = self.model.jobs[entry.request_id]
         stands = again and self.run(self.stands(entry))
         outcome = self.run(self.send(entry))
         if stands:
             assert outcome == "ok"
-        elif self.holds(owner):
+        elif self.model.holds(owner):
             assert outcome == "ok" and not again
             owner.written, owner.last = owner.written + 1, entry
             if entry.type == "delta":
                 job.stream.append("delta")
                 job.tokens += 1
             else:
-                self.settle(entry.request_id, entry.type, dies=entry.type == "failed")
+                self.model.settle(entry.request_id, entry.type, dies=entry.type == "failed")
         else:
             assert outcome == "fenced"
 
@@ -255,8 +165,8 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def renew(self) -> None:
         pairs = [(owner.job.request_id, owner.job.token) for owner in self.owners]
-        holding = [(owner.job.request_id, owner.job.token) for owner in self.owners if self.holds(owner)]
-        cancelled = [request_id for request_id, _ in holding if self.jobs[request_id].cancelled]
+        holding = [(owner.job.request_id, owner.job.token) for owner in self.owners if self.model.holds(owner)]
+        cancelled = [request_id for request_id, _ in holding if self.model.jobs[request_id].cancelled]
         lost = [pair[0] for pair in pairs if pair not in holding]
         assert self.run(self.wire.worker.renew(pairs, lease_ms=60_000)) == Renewed(cancelled, lost)
 
@@ -265,11 +175,11 @@ class Protocol(RuleBasedStateMachine):
     def reacquire(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(self.owners))
         request_id = owner.job.request_id
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         newest = self.tops.get(request_id, (0, 0))[0]
         free = job.state in (WAITING, LAPSED) and not job.plain and newest <= owner.job.epoch
         got = self.run(self.wire.reacquire(owner.job))
-        assert (got is not None) is (self.holds(owner) or free)
+        assert (got is not None) is (self.model.holds(owner) or free)
         if got is not None:
             assert got.resumed_tokens == (job.tokens,) and got.epoch > newest
             owner.job, owner.written = after(owner.job, got), 0
@@ -280,15 +190,15 @@ class Protocol(RuleBasedStateMachine):
     @rule(data=st.data())
     def hand_back(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(self.owners))
-        job = self.jobs[owner.job.request_id]
+        job = self.model.jobs[owner.job.request_id]
         outcome = self.run(self.wire.hand_back(owner.job, owner.written))
-        if not self.holds(owner):
+        if not self.model.holds(owner):
             given_back = job.lives and job.handed_back_by == owner.job.token
             assert outcome == ("ok" if given_back else "fenced")
             return
         assert outcome == "ok"
         if job.cancelled or job.overdue:
-            self.settle(owner.job.request_id, "finished")
+            self.model.settle(owner.job.request_id, "finished")
         else:
             job.state, job.owner, job.handed_back_by = WAITING, None, owner.job.token
 
@@ -297,38 +207,38 @@ class Protocol(RuleBasedStateMachine):
         ended = self.run(self.wire.producer.expire(request_id=only))
         expected = []
         for request_id in [only] if only else IDS:
-            job = self.jobs[request_id]
+            job = self.model.jobs[request_id]
             if job.state in (WAITING, LAPSED) and (job.overdue or job.cancelled):
                 expected.append(request_id)
-                self.settle(request_id, "finished")
+                self.model.settle(request_id, "finished")
         assert sorted(ended) == sorted(expected)
 
     # What happens to them.
 
     @rule(request_id=request_ids)
     def lease_ends(self, request_id: str) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         if job.state == LEASED:
             self.run(self.wire.lapse(request_id))
             job.state, job.owner = LAPSED, None
 
     @rule(request_id=request_ids)
     def deadline_passes(self, request_id: str) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         if job.lives and job.has_deadline:
             self.run(self.wire.pass_deadline(request_id))
             job.overdue = True
 
     @rule(request_id=request_ids)
     def reader_leaves(self, request_id: str) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         if job.has_reader:
             self.run(self.wire.reader_leaves(request_id))
             job.has_reader = False
 
     @rule(request_id=request_ids)
     def payload_is_lost(self, request_id: str) -> None:
-        job = self.jobs[request_id]
+        job = self.model.jobs[request_id]
         if job.lives and not job.plain:
             self.run(self.wire.redis.delete(self.wire.keys.payload(request_id)))
             job.has_payload = False
@@ -336,79 +246,6 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def server_forgets_scripts(self) -> None:
         self.run(self.wire.redis.script_flush())
-
-    # How the model changes.
-
-    def holds(self, owner: Owner) -> bool:
-        job = self.jobs[owner.job.request_id]
-        return job.state == LEASED and job.owner == owner.job.token
-
-    def order(self) -> list[str]:
-        waiting = [each for each, job in self.jobs.items() if job.state == WAITING and job.place is not None]
-        return sorted(waiting, key=lambda each: (self.jobs[each].place, each)) + self.unplaced
-
-    def settle(self, request_id: str, kind: str, *, dies: bool = False) -> None:
-        job = self.jobs[request_id]
-        if dies:
-            self.dead.append(request_id)
-        if request_id in self.unplaced:
-            self.unplaced.remove(request_id)
-        elif job.state == WAITING:
-            self.places.refund()
-        job.end(kind)
-        if not any(each.lives for each in self.jobs.values()):
-            self.places = Places()
-
-    def take_lapsed(self, slots: int, grace: bool, exclude: set[str]) -> list[str]:
-        taken: list[str] = []
-        for request_id in IDS:
-            job = self.jobs[request_id]
-            if job.state != LAPSED or request_id in exclude:
-                continue
-            attempts = job.attempts + (not grace or job.losses >= FREE_LOSSES)
-            if job.ending:
-                self.settle(request_id, job.ending)
-            elif attempts >= MAX_ATTEMPTS:
-                self.settle(request_id, "failed", dies=True)
-            elif len(taken) < slots:
-                job.attempts, job.losses = attempts, job.losses + 1
-                taken.append(request_id)
-        return taken
-
-    def place_plain(self, accepted: bool) -> None:
-        for request_id in list(self.unplaced):
-            job = self.jobs[request_id]
-            job.adopt()
-            if accepted:
-                self.unplaced.remove(request_id)
-                job.place = self.places.next()
-            else:
-                self.settle(request_id, "failed")
-
-    def take_waiting(self, slots: int, exclude: set[str]) -> list[str]:
-        taken: list[str] = []
-        for request_id in [each for each in self.order() if each not in exclude]:
-            if len(taken) == slots:
-                break
-            job = self.jobs[request_id]
-            if job.ending:
-                self.settle(request_id, job.ending)
-            else:
-                taken.append(request_id)
-                job.state = LEASED
-        for request_id in taken:
-            self.places.served(self.jobs[request_id].place)
-        if taken:
-            self.places.forget()
-        return taken
-
-    def check_claimed(self, claimed: Claimed) -> None:
-        job = self.jobs[claimed.request_id]
-        assert claimed.attempt == job.attempts + 1
-        assert claimed.resumed is (job.stream != ["queued"])
-        assert claimed.resumed_tokens == (job.tokens,)
-        job.state, job.owner = LEASED, claimed.token
-        job.stream.append("started")
 
     # What must hold after each step.
 
@@ -428,11 +265,11 @@ class Protocol(RuleBasedStateMachine):
             pipe.keys("*")
             *answers, names = await pipe.execute()
         members = {name: [each.decode() for each in answers.pop(0)] for name in sets}
-        assert members["queue"] == self.order()
+        assert members["queue"] == self.model.order()
         for request_id, entries in zip(IDS, answers, strict=False):
             self.check_job(request_id, {name.decode() for name in names}, members)
             self.check_stream(request_id, entries)
-        assert [fields[b"id"].decode() for _, fields in answers[-1]] == self.dead
+        assert [fields[b"id"].decode() for _, fields in answers[-1]] == self.model.dead
         await self.check_lifetimes(names)
 
     def check_job(self, request_id: str, names: set[str], members: dict[str, list[str]]) -> None:
@@ -440,14 +277,14 @@ class Protocol(RuleBasedStateMachine):
         parts = {part: getattr(keys, part)(request_id) for part in ("job", "payload", "lease", "cancel", "reader")}
         found = {part for part, key in parts.items() if key in names}
         found |= {name for name, ids in members.items() if request_id in ids}
-        assert found == self.jobs[request_id].keys(), request_id
+        assert found == self.model.jobs[request_id].keys(), request_id
 
     def check_stream(self, request_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
         """One terminal entry at most, and the last. Ids rise strictly, whatever jobs of an id followed each other.
 
         Tokens follow each other without a gap and without a repeat, whoever wrote them.
         """
-        job, events = self.jobs[request_id], [decode_event(fields) for _, fields in entries]
+        job, events = self.model.jobs[request_id], [decode_event(fields) for _, fields in entries]
         types = [event.type for event in events]
         assert types == job.stream
         assert sum(kind in TERMINAL for kind in types) == (job.state == ENDED or (job.plain and bool(types)))

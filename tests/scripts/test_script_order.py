@@ -55,8 +55,8 @@ class TestTenants:
         started = await serve(wire, 20)
         assert sum(each.startswith("heavy") for each in started) == 15
 
-    @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-    async def test_a_weight_that_is_none_is_refused(self, wire: Wire, weight: float) -> None:
+    @pytest.mark.parametrize("weight", [0.0, -1.0, 1e-3, 1e3, float("nan"), float("inf")])
+    async def test_a_weight_that_is_none_or_too_much_is_refused(self, wire: Wire, weight: float) -> None:
         with pytest.raises(ValueError, match="weight"):
             await wire.enqueue("a", weight=weight)
         assert await wire.redis.keys("*") == []
@@ -197,6 +197,13 @@ class TestBlocks:
         await wire.enqueue_plain("after", b"x")
         assert await wire.claim(slots=9, free_blocks=62, block_size=16, running_here=1) == []
         assert len(await wire.claim(slots=9, free_blocks=64, block_size=16, running_here=1)) == 2
+
+    async def test_what_a_call_without_a_reply_took_has_its_blocks(self, wire: Wire) -> None:
+        for number in range(3):
+            await wire.enqueue(f"job-{number}", estimate=33)
+        await wire.claim(slots=1, token="lost")
+        jobs = await wire.claim(slots=3, free_blocks=7, block_size=16, lost_tokens=["lost"])
+        assert [job.request_id for job in jobs] == ["job-0", "job-1"], "three blocks each"
 
     async def test_others_are_woken_for_what_did_not_fit(self, wire: Wire) -> None:
         for number in range(2):

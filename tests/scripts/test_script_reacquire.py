@@ -155,6 +155,17 @@ class TestWhatIsNotItsOwn:
         await wire.enqueue("a")
         await self.refused(wire, job)
 
+    async def test_an_earlier_job_of_the_id_that_a_failover_brought_back(self, wire: Wire) -> None:
+        first = await wire.enqueue("a")
+        replica = {key: await wire.redis.dump(key) for key in await wire.redis.keys("*")}
+        await wire.producer.cancel("a")
+        job = await wire.claimed("a")
+        await wire.redis.flushdb()
+        for key, value in replica.items():
+            await wire.redis.restore(key, 60_000, value)
+        assert job.epoch > first.generation
+        await self.refused(wire, job)
+
     async def test_a_job_whose_stream_has_its_terminal_entry(self, wire: Wire) -> None:
         job = await wire.claimed("a")
         await wire.redis.xadd(wire.keys.events("a"), {"t": "finished", "d": "{}"}, id=f"{job.epoch}-9")

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import redis.asyncio
+import redis
 
 from inferq.engine.lifeline import spawn_bound
+from inferq.producer import connect
 from support.waiting import wait_until
 
 SCRIPTED_ENGINE = Path(__file__).parents[2] / "bench" / "scripted_engine.py"
@@ -59,7 +60,7 @@ class WorkerProcess:
         async def card() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"the worker exited with {self.process.returncode}:\n{self.log[-3000:]}")
-            async with redis.asyncio.Redis.from_url(self.url) as connection:
+            async with connect(self.url) as connection:
                 try:
                     return bool(await connection.exists(f"inferq:{model}:card"))
                 except redis.ConnectionError:

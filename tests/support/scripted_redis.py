@@ -10,6 +10,7 @@ from typing import Any
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
@@ -27,6 +28,7 @@ ERRORS: dict[str, Callable[[str], Exception]] = {
     "full": OutOfMemoryError,
     "loading": BusyLoadingError,
     "readonly": ReadOnlyError,
+    "denied": NoPermissionError,
     "misconfigured": lambda message: ResponseError(f"MISCONF {message}"),
 }
 

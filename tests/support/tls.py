@@ -1,4 +1,4 @@
-"""TLS before a server that speaks none: a certificate for `localhost` alone, and who ends the encryption.
+"""TLS by a server of Redis' own, and before one that speaks none, with a certificate for `localhost` alone.
 
 The key guards nothing: it is published here, and stands for a certificate that only tests trust.
 """
@@ -6,11 +6,18 @@ The key guards nothing: it is published here, and stands for a certificate that 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
+
+from inferq.engine.lifeline import spawn_bound
+
+from .sentinel import free_port
+from .servers import wait_for_server
 
 CERTIFICATE: Final = """\
 -----BEGIN CERTIFICATE-----
@@ -41,8 +48,7 @@ async def encrypted(socket: Path, folder: Path, *, ask_client: bool = False) -> 
 
     In the folder are `cert.pem`, which clients may trust and show, and `key.pem`.
     """
-    (folder / "cert.pem").write_text(CERTIFICATE, encoding="utf-8")
-    (folder / "key.pem").write_text(_KEY, encoding="utf-8")
+    _write_files(folder)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "cert.pem"))
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     if ask_client:
@@ -58,6 +64,36 @@ async def encrypted(socket: Path, folder: Path, *, ask_client: bool = False) -> 
     finally:
         server.close()
         await server.wait_closed()
+
+
+def speaks_tls(binary: str | None = shutil.which("redis-server")) -> bool:
+    """Whether Redis is installed, and built with TLS."""
+    if binary is None:
+        return False
+    tried = subprocess.run([binary, "--port", "0", "--tls-port", "0"], capture_output=True, check=False, timeout=20)
+    return b"not listen anywhere" in tried.stdout
+
+
+@contextmanager
+def tls_server(folder: Path, *options: str) -> Iterator[int]:
+    """The port of a Redis that listens by TLS alone, and to those only who show the certificate. Files as above."""
+    _write_files(folder)
+    port, certificate = free_port(), str(folder / "cert.pem")
+    command = ["redis-server", "--port", "0", "--tls-port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+    command += ["--tls-cert-file", certificate, "--tls-key-file", str(folder / "key.pem")]
+    command += ["--tls-ca-cert-file", certificate, "--save", "", "--unixsocket", str(folder / "s.sock"), *options]
+    process = spawn_bound(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_for_server(f"unix://{folder}/s.sock", process)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _write_files(folder: Path) -> None:
+    (folder / "cert.pem").write_text(CERTIFICATE, encoding="utf-8")
+    (folder / "key.pem").write_text(_KEY, encoding="utf-8")
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

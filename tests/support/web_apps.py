@@ -8,8 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,22 +118,39 @@ async def web_app(kind: str, redis_url: str, folder: Path, name: str = "app", **
 
 @asynccontextmanager
 async def running_app(command: list[str], socket: Path, environment: Mapping[str, str]) -> AsyncIterator[WebApp]:
-    log = socket.with_suffix(".log")
-    with log.open("wb") as sink:
-        process = spawn_bound(command, env={**os.environ, **environment}, stdout=sink, stderr=sink)
-    transport = httpx2.AsyncHTTPTransport(uds=str(socket))
-    try:
+    """An instance that was told to listen at this socket; killed at the end."""
+    with started(command, socket.with_suffix(".log"), environment) as process:
+        transport = httpx2.AsyncHTTPTransport(uds=str(socket))
         async with httpx2.AsyncClient(transport=transport, base_url="http://app", timeout=60) as browser:
             app = WebApp(process, browser)
             await wait_until(lambda: _answers(app), timeout=60, what=f"{command} answers")
             yield app
+
+
+@asynccontextmanager
+async def app_by_tcp(redis_url: str, folder: Path, port: int = 0) -> AsyncIterator[tuple[subprocess.Popen[bytes], int]]:
+    """An instance of the FastAPI app that a browser can reach, and its port."""
+    log = folder / "tcp.log"
+    command = f"-m uvicorn --app-dir {ROOT / 'examples' / 'fastapi_app'} app:app --port {port}"
+    with started([sys.executable, *shlex.split(command)], log, {"INFERQ_REDIS_URL": redis_url}) as process:
+        found = await wait_until(lambda: re.search(r"running on http://[\d.]+:(\d+)", log.read_text()), timeout=60)
+        yield process, int(found[1])
+
+
+@contextmanager
+def started(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as sink:
+        process = spawn_bound(command, env={**os.environ, **environment}, stdout=sink, stderr=sink)
+    try:
+        yield process
+        if process.poll() is None:  # uvicorn says of each stream that it has to cut off where that was
+            assert "Traceback" not in log.read_text(errors="replace")
     except BaseException as exc:
         exc.add_note(f"the log of {command}:\n{log.read_text(errors='replace')[-4000:]}")
         raise
     finally:
         process.kill()
         process.wait()
-    assert "Traceback" not in log.read_text(errors="replace"), log.read_text(errors="replace")
 
 
 async def _answers(app: WebApp) -> bool:

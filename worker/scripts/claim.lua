@@ -72,21 +72,21 @@ local function ending(id, job)
     end
 end
 
--- Take a slot for the job, and blocks for what it may come to, if there are any. Nobody overtakes a job that does not
--- fit, and where nothing runs one job always does.
-local function reserve(job)
-    local blocks = math.ceil(job.estimate / block_size)
-    if not may_go_on() then
-        return false
-    elseif free_blocks and blocks > free_blocks and running_here + #claimed > 0 then
+local function blocks_of(job)
+    return math.ceil(job.estimate / block_size)
+end
+
+-- Whether there is a slot for the job, and blocks for what it may come to. Nobody overtakes a job that does not fit, and
+-- where nothing runs one job always does.
+local function fits(job)
+    if may_go_on() and free_blocks and blocks_of(job) > free_blocks and running_here + #claimed > 0 then
         blocked = true
-        return false
     end
-    free_blocks = free_blocks and free_blocks - blocks
-    return true
+    return may_go_on()
 end
 
 local function start(id, job)
+    free_blocks = free_blocks and free_blocks - blocks_of(job)
     local epoch, counts, resumed = give(id, job, owner, now)
     local payload, signature = redis.call('GET', payload_key(id)), redis.call('HGET', key(id, 'job'), 'signature')
     local expires_at_ms = job.expires_at_ms and whole(job.expires_at_ms) or ''
@@ -163,7 +163,7 @@ local function take_over(id, lease_end_ms)
     if attempts >= max_attempts then
         bury(id, 'attempts_exhausted', attempts)
         finish_off(id, failed('attempts_exhausted', 'its workers were lost, and it has no attempt left', attempts))
-    elseif reserve(job) then
+    elseif fits(job) then
         job.attempts = attempts
         start(id, job)
         redis.call('HSET', key(id, 'job'), 'attempts', attempts, 'losses', job.losses + 1)
@@ -212,7 +212,7 @@ local function take(id, score)
     local kind, data = ending(id, job)
     if kind then
         finish_off(id, kind, data)
-    elseif not reserve(job) then
+    elseif not fits(job) then
         return false
     else
         start(id, job)

@@ -75,7 +75,8 @@ local function check_append(id, token, expected_id, entry_id, kind, data)
 end
 
 -- Keep what can be looked into, and sent again, of a job that failed: its payload, which moves out of the way of a new
--- job of that id. RENAME comes first, since a full server refuses a script that begins by appending.
+-- job of that id. RENAME comes first, since a full server refuses a script that begins by appending. Where `dead` takes
+-- no letter, whatever somebody has made of it, the job ends without one.
 local function bury(id, reason, attempts)
     if redis.call('EXISTS', payload_key(id)) == 1 then
         redis.call('RENAME', payload_key(id), key(id, 'dead_payload'))
@@ -83,6 +84,6 @@ local function bury(id, reason, attempts)
     end
     redis.call('DEL', payload_key(id))
     local signature = redis.call('HGET', key(id, 'job'), 'signature')
-    redis.call('XADD', key(MODEL, 'dead'), 'MAXLEN', '~', DEAD_LENGTH, '*', 'id', id, 'reason', reason,
+    redis.pcall('XADD', key(MODEL, 'dead'), 'MAXLEN', '~', DEAD_LENGTH, '*', 'id', id, 'reason', reason,
         'attempts', attempts, unpack(signature and {'signature', signature} or {}))
 end

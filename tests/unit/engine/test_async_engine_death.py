@@ -176,7 +176,7 @@ async def test_a_model_without_a_tokenizer_does_not_start(make: Make, monkeypatc
     def broken(text_dir: str) -> None:
         raise FileNotFoundError(f"{text_dir}/tokenizer.json")
 
-    monkeypatch.setattr("inferq.engine.async_engine._load_text", broken)
+    monkeypatch.setattr("inferq.engine.async_engine.load_text", broken)
     with pytest.raises(EngineDeadError, match="could not be started: FileNotFoundError"):
         await engine.start_engine_loop()
     assert not engine.is_running
@@ -190,7 +190,7 @@ async def test_a_child_that_dies_while_its_text_side_is_loaded(make: Make, monke
         child_of(engine).kill()
         assert dead.wait(20)
 
-    monkeypatch.setattr("inferq.engine.async_engine._load_text", kill_and_wait)
+    monkeypatch.setattr("inferq.engine.async_engine.load_text", kill_and_wait)
     watcher = asyncio.create_task(engine.wait_dead())
     watcher.add_done_callback(lambda _: dead.set())
     with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):

@@ -252,6 +252,20 @@ def test_a_suspect_that_ends_makes_room_for_the_next() -> None:
     assert lives.step() == "b"
 
 
+def test_one_that_is_cleared_and_ends_before_its_pause_is_read_makes_room_too() -> None:
+    """It is no suspect any more, and the child's answer to the pause is about a request that is gone."""
+    lives = Lives("ab")
+    lives.step()
+    lives.die()
+    lives.start()
+    lives.settle()
+    for _ in range(MortalChild.NUM_TOKENS // SAFE_TOKENS + 1):
+        lives.child.step(SAFE_TOKENS)
+        lives.tracker.on_message(lives.child.outbox.pop())
+    assert lives.sinks["a"].finish_reason is FinishReason.LENGTH
+    assert lives.step() == "b"
+
+
 def test_while_there_is_no_child_an_abort_ends_at_once_and_an_add_waits() -> None:
     lives = Lives("ab")
     lives.step()

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fake_engine import ListSink, MortalChild, admitted
 
 from inferq.engine.errors import EngineCrashedError
@@ -31,6 +31,12 @@ class RestartMachine(RuleBasedStateMachine):
         self.poisons: set[int] = set()
         self.paused: set[int] = set()
         self.deaths_alone: dict[int, int] = {}
+        self.steps_per_read = 1
+
+    @initialize(steps_per_read=st.sampled_from([1, 30]))
+    def choose(self, steps_per_read: int) -> None:
+        """How late the child reads, once nothing disturbs it."""
+        self.steps_per_read = steps_per_read
 
     def _send(self, message: Any) -> None:
         assert self.child is not None, "something was sent down a pipe that leads nowhere"
@@ -159,12 +165,19 @@ class RestartMachine(RuleBasedStateMachine):
             if self.child is None:
                 self.start()
             assert self.child is not None
-            self.child.apply()
-            if not self.child.step(4):
-                self._die(lost=True)
-            while self.child is not None and self.child.outbox:
-                self.tracker.on_message(self.child.outbox.pop(0))
+            # Some steps are over before the child has read what they have set off.
+            for _ in range(self.steps_per_read):
+                if self.child is not None and not self.child.step(4):
+                    self._die(lost=True)
+                self._hear_all()
+            if self.child is not None:
+                self.child.apply()
+            self._hear_all()
         raise AssertionError(f"requests are stuck: {self.tracker!r}")
+
+    def _hear_all(self) -> None:
+        while self.child is not None and self.child.outbox:
+            self.tracker.on_message(self.child.outbox.pop(0))
 
 
 RestartMachine.TestCase.settings = settings(stateful_step_count=60)

@@ -1,22 +1,23 @@
-"""`inferq tail` and `inferq chat`: Ctrl-C stops what it should, and nothing else."""
+"""`inferq tail` and `inferq chat`: Ctrl-C stops what it should, and nothing else; what is said besides the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import pty
 import signal
 import sys
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE
 from typing import Any
 
 import pytest
 from support.command_line import PROCESSES, run, start, work
+from support.reading import blocked_readers
+from support.terminal import terminal
 from support.waiting import wait_until
 from support.wire import Wire, following
 
-from inferq.producer.cli import FAILED, INTERRUPTED, OK, USAGE
+from inferq.producer.cli import FAILED, INTERRUPTED, OK, UNREACHABLE, USAGE
 
 pytestmark = pytest.mark.usefixtures("no_process_left", "served")
 
@@ -137,52 +138,86 @@ class TestChat:
 
     async def test_in_a_terminal(self, redis_url: str, wire: Wire) -> None:
         """A prompt; Ctrl-C there says how to leave; Ctrl-D leaves."""
-        terminal, process = await in_terminal("chat", "--model=tiny", url=redis_url)
-        shown = bytearray()
-
-        async def until(text: bytes) -> None:
-            def has() -> bool:
-                try:
-                    shown.extend(os.read(terminal, 4096))
-                except (BlockingIOError, OSError):
-                    pass
-                return text in shown
-
-            await wait_until(has, what=f"{text!r} is shown, after {bytes(shown)!r}")
-            del shown[: shown.index(text) + len(text)]
-
-        try:
-            await until(b"> ")
-            os.write(terminal, b"\x03")
-            await until(b"Ctrl-D leaves")
-            await until(b"> ")
-            os.write(terminal, b"Hi\r")
+        async with terminal("chat", "--model=tiny", url=redis_url) as seen:
+            await seen.until(b"> ")
+            seen.type(b"\x03")
+            await seen.until(b"Ctrl-D leaves")
+            await seen.until(b"> ")
+            seen.type(b"Hi\r")
             await work(wire, "Hello")
-            await until(b"Hello\r\n")
-            await until(b"> ")
-            os.write(terminal, b"\x04")
-            assert await process.wait() == OK
-        finally:
-            os.close(terminal)
+            await seen.until(b"Hello\r\n")
+            await seen.until(b"> ")
+            seen.type(b"\x04")
+            assert await seen.process.wait() == OK
 
 
-async def in_terminal(*arguments: str, url: str) -> tuple[int, Process]:
-    """A process that has a terminal, and our end of that."""
-    ours, theirs = pty.openpty()
-    os.set_blocking(ours, False)
+class TestNotices:
+    """Each is a line of its own where a terminal shows it, and no part of what was generated where nobody shows it."""
+
+    NO_WORKER = b"inferq: no worker serves tiny now; the request waits for one\r\n"
+
+    async def test_before_the_first_token(self, redis_url: str, wire: Wire) -> None:
+        await wire.redis.delete(wire.keys.card)
+        async with terminal("generate", "x", "--model=tiny", url=redis_url) as seen:
+            assert await seen.until(b"\n") == self.NO_WORKER
+            await work(wire, "Hello")
+            assert await seen.until(b"\n") == b"Hello\r\n"
+            assert await seen.process.wait() == OK
+
+    @pytest.mark.parametrize("command", [["tail", "a"], ["generate", "x", "--model=tiny", "--request-id=a"]])
+    async def test_in_the_middle_of_a_line(self, redis_url: str, wire: Wire, command: list[str]) -> None:
+        """The only worker dies, and what it had begun waits for another."""
+        if command[0] == "tail":
+            await wire.enqueue("a")
+        async with terminal(*command, url=redis_url) as seen:
+            job = await claimed(wire)
+            await wire.publish(following(job, 1))
+            assert await seen.until(b"x") == b"x"
+            await wire.redis.delete(wire.keys.card)
+            await wire.lapse("a")
+            (reader,) = await wait_until(lambda: blocked_readers(wire.redis))
+            await wire.redis.client_kill_filter(_id=reader["id"])
+            assert await seen.until(self.NO_WORKER) == b"\r\n" + self.NO_WORKER
+            (again,) = await wire.claim()
+            await wire.publish(following(again, 1))
+            assert await seen.until(b"x") == b"x"
+            seen.type(b"\x03")
+            told = await seen.until(b"a: cancelled\r\n" if command[0] == "generate" else b".2\r\n")
+            assert told.startswith(b"^C\r\ninferq: interrupted; a"), told
+            assert await seen.process.wait() == INTERRUPTED
+
+    async def test_a_file_holds_the_answer_alone(self, redis_url: str, wire: Wire) -> None:
+        await wire.redis.delete(wire.keys.card)
+        asked = asyncio.create_task(run("generate", "x", "--model=tiny", url=redis_url))
+        await work(wire, "Hel", "lo")
+        assert await asked == (OK, "Hello\n", self.NO_WORKER.decode().replace("\r", ""))
+
+    @pytest.mark.parametrize("stderr", ["&-", "/dev/full"])
+    async def test_nobody_reads_them(self, redis_url: str, wire: Wire, stderr: str) -> None:
+        """They are lost; the answer, the errors' exit codes and stdout are as they would be."""
+        await wire.redis.delete(wire.keys.card)
+        asked = asyncio.create_task(quiet("generate", "x", "--model=tiny", url=redis_url, stderr=stderr))
+        await work(wire, "Hello")
+        assert await asked == (OK, b"Hello\n")
+        assert await quiet("tail", "nobody", url=redis_url, stderr=stderr) == (FAILED, b"")
+        assert await quiet("status", "a", url="redis://127.0.0.1:1", stderr=stderr) == (UNREACHABLE, b"")
+        assert await quiet("tail", url=redis_url, stderr=stderr) == (USAGE, b"")
+
+
+async def quiet(*arguments: str, url: str, stderr: str) -> tuple[int | None, bytes]:
+    """The exit code and stdout of `inferq` with a stderr that cannot be written to."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
+        "sh",
         "-c",
-        # a new session has no controlling terminal, and takes the first that it opens
-        "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); "
-        "from inferq.producer.cli import main; sys.exit(main(sys.argv[1:]))",
+        f'exec "$@" 2>{stderr}',
+        "sh",
+        sys.executable,
+        "-m",
+        "inferq.producer.cli",
         *arguments,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        env={**os.environ, "INFERQ_REDIS_URL": url, "TERM": "dumb"},
+        stdout=PIPE,
+        env={**os.environ, "INFERQ_REDIS_URL": url},
     )
-    os.close(theirs)
     PROCESSES.append(process)
-    return ours, process
+    out, _ = await process.communicate()
+    return process.returncode, out

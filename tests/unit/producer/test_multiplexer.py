@@ -115,6 +115,13 @@ class Crowd:
     async def step(self) -> None:
         await self._random.choice([self._open, self._open, self._close, self._publish, self._publish])()
 
+    async def cut(self) -> None:
+        """One of the client's connections is lost, at some moment of what it is used for."""
+        for _ in range(self._random.randrange(30)):
+            await asyncio.sleep(0)
+        if found := await connections(self._wire.redis):
+            await self._wire.redis.client_kill_filter(_id=self._random.choice(found)["id"])
+
     async def _open(self) -> None:
         request_id, position, events = self._random.choice(self._jobs).request_id, "0", []
         if self.left and self._random.random() < 0.5:
@@ -166,6 +173,19 @@ async def test_readers_that_come_and_go(producer: InferenceClient, wire: Wire, e
         for _ in range(250):
             await crowd.step()
             assert len(await blocked_readers(wire.redis)) <= 1
+        await crowd.end()
+    await wait_until(lambda: _is_quiet(producer, wire.redis))
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+async def test_readers_that_come_and_go_while_connections_are_lost(
+    producer: InferenceClient, wire: Wire, endless: None, seed: int
+) -> None:
+    crowd = Crowd(producer, wire, await claimed(wire, 40), seed)
+    async with asyncio.timeout(100):
+        for _ in range(150):
+            await crowd.step()
+            await crowd.cut()
         await crowd.end()
     await wait_until(lambda: _is_quiet(producer, wire.redis))
 

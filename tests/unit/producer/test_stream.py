@@ -398,6 +398,17 @@ async def test_a_stream_that_is_closed_while_it_looks_ends(producer: InferenceCl
     assert multiplexer_of(producer).num_connections == 0
 
 
+async def test_a_stream_that_is_closed_while_the_server_is_away_ends() -> None:
+    async with InferenceClient.from_url("unix:///nowhere/at/all.sock", model="tiny") as producer:
+        hurried(producer, patience_s=float("inf"))
+        stream = producer.stream("a")
+        reader = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        async with asyncio.timeout(20):
+            assert await reader == []
+
+
 async def test_a_cancellation_is_never_lost(producer: InferenceClient, wire: Wire) -> None:
     """At whatever moment it comes; redis-py alone loses one that comes just before it looks at its connection."""
     hurried(producer, block_ms=600_000)

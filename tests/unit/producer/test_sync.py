@@ -193,9 +193,71 @@ print("done")
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+
+@forks
 def test_it_works_on_both_sides_of_a_fork(redis_url: str) -> None:
     assert python(FORK, redis_url) == "done\n"
+
+
+FORKED_STREAM = """
+import os, signal, sys, threading
+from inferq.producer import SyncInferenceClient
+client = SyncInferenceClient(sys.argv[1], model="tiny")
+request_id = client.submit("x")
+stream = client.stream(request_id)
+left_alone = client.stream(request_id)
+assert next(stream).type == next(left_alone).type == "queued"
+try:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    next(stream)
+except KeyboardInterrupt:
+    pass  # the next event is still waited for, by the parent's thread
+child = os.fork()
+if child == 0:
+    left_alone.close()
+    assert list(left_alone) == []
+    client.cancel(request_id)
+    assert [event.type for event in stream] == ["finished"]
+    assert list(stream) == []
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert [event.type for event in stream] == ["finished"]
+assert [event.type for event in left_alone] == ["finished"]
+print("done")
+"""
+
+
+@forks
+def test_a_stream_goes_on_from_where_it_was_on_both_sides_of_a_fork(redis_url: str) -> None:
+    assert python(FORKED_STREAM, redis_url) == "done\n"
+
+
+LOCKED = """
+import os, sys, threading
+from inferq.producer import SyncInferenceClient
+client = SyncInferenceClient(sys.argv[1], model="tiny")
+held, ended = threading.Event(), threading.Event()
+def begin():
+    with client._background._lock:
+        held.set()
+        ended.wait()
+threading.Thread(target=begin).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    assert client.status("a").state == "unknown"
+    os._exit(0)
+ended.set()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("done")
+"""
+
+
+@forks
+def test_a_fork_while_another_thread_begins_a_call(redis_url: str) -> None:
+    assert python(LOCKED, redis_url) == "done\n"
 
 
 UNCLOSED = """

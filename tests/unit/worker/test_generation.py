@@ -267,7 +267,7 @@ class TestAFullServer:
         assert bench.redis.deltas("a")[-1].finish_reason is Reason.CANCELLED
 
     async def test_that_stays_full_ends_the_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(outbox, "FULL_SECONDS", 0.05)
+        monkeypatch.setattr(outbox, "REFUSED_SECONDS", 0.05)
         bench.redis.full = True
         generation = bench.open()
         async with bench.running(generation) as task:
@@ -278,6 +278,18 @@ class TestAFullServer:
         assert bench.engine.said == [("abort", "a")]
         assert bench.tokens() == [0, 1, 2]
         assert bench.redis.streams["a"][-1].type == "failed"
+
+
+async def test_a_server_that_refuses_for_long_drops_the_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "REFUSED_SECONDS", 0.05)
+    bench.redis.plan = ["misconfigured"] * 1000
+    generation = bench.open()
+    async with bench.running(generation) as task:
+        bench.engine.give("one", 3)
+        with pytest.raises(Dropped, match="refuses to write: MISCONF"):
+            await task
+    assert bench.engine.said == [("abort", "a")]
+    assert await generation.hand_back() is None
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("x"), RequestFailedError("x")])

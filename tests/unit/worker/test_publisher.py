@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.publishing import FINISHED, outbox, pieces, running
 from support.scripted_redis import ERRORS, ScriptedRedis
 from support.waiting import wait_until
 
 from inferq.engine.request import Delta as EngineDelta
-from inferq.producer.events import Finished, FinishReason
-from inferq.worker import outbox as outbox_module
+from inferq.producer.events import FinishReason
 from inferq.worker.commands import MAX_ENTRIES_PER_CALL, Entry, Outcome
 from inferq.worker.outbox import Outbox
 from inferq.worker.publisher import Publisher
-
-FINISHED = Finished(finish_reasons=(FinishReason.STOP,))
-
-
-def outbox(request_id: str = "a", *, max_unsent_tokens: int = 1000) -> tuple[Outbox, list[object]]:
-    """An outbox, and what it said: True and False for pressure, why it is lost, and "stuck"."""
-    said: list[object] = []
-    box = Outbox(
-        request_id=request_id,
-        token="token",
-        epoch=7,
-        max_unsent_tokens=max_unsent_tokens,
-        on_pressure=said.append,
-        on_lost=said.append,
-        on_stuck=lambda: said.append("stuck"),
-    )
-    return box, said
-
-
-@asynccontextmanager
-async def running(redis: ScriptedRedis) -> AsyncIterator[Publisher]:
-    publisher = Publisher(redis)
-    task = asyncio.create_task(publisher.run())
-    try:
-        yield publisher
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def pieces(texts: Sequence[str]) -> list[EngineDelta]:
-    """One delta a text, with as many token ids as it has characters."""
-    deltas, index = [], 0
-    for text in texts:
-        deltas.append(EngineDelta(index, index, text, tuple(range(index, index + len(text)))))
-        index += len(text)
-    return deltas
 
 
 async def test_what_waits_goes_in_one_entry() -> None:
@@ -143,93 +104,6 @@ async def test_the_end_takes_along_what_is_left_and_waits_for_nothing(step: str)
     assert [entry.entry_id for entry in redis.calls[1]] == ["7-1", "7-2", "7-3"]
     assert [entry.entry_id for entry in redis.streams["a"]] == ["7-1", "7-2", "7-3"]
     assert [delta.text for delta in redis.deltas("a")] == ["one", "two"]
-
-
-class TestAFullServer:
-    async def test_takes_the_end_with_all_that_it_had_refused(self) -> None:
-        redis = ScriptedRedis(full=True)
-        (box, _), (other, _) = outbox("a"), outbox("b")
-        async with running(redis) as publisher:
-            first, second, third = pieces(["one", "two", "end"])
-            for each in (box, other):
-                publisher.put(each, first)
-            await wait_until(lambda: len(redis.calls) > 1)
-            for each in (box, other):
-                publisher.put(each, second)
-            publisher.put(box, third, FinishReason.STOP)
-            assert await publisher.finish(box, FINISHED) is Outcome.OK
-            assert "".join(delta.text for delta in redis.deltas("a")) == "onetwoend"
-            assert redis.deltas("a")[-1].finish_reason is FinishReason.STOP
-            assert redis.streams["a"][-1].type == "finished"
-            redis.full = False
-            await wait_until(lambda: other.num_unpublished == 0)
-        assert [delta.text for delta in redis.deltas("b")] == ["onetwo"]
-        assert [entry.entry_id for entry in redis.streams["b"]] == ["7-1"]
-
-    async def test_lets_a_cancellation_forget_what_was_certainly_not_written(self) -> None:
-        redis = ScriptedRedis(full=True)
-        box, _ = outbox()
-        async with running(redis) as publisher:
-            publisher.put(box, pieces(["one"])[0])
-            await wait_until(lambda: redis.calls and box.discard())
-            assert (box.num_tokens, box.num_chars, box.num_unpublished) == (0, 0, 0)
-            assert await publisher.finish(box, FINISHED) is Outcome.OK
-        assert [(entry.entry_id, entry.type) for entry in redis.streams["a"]] == [("7-1", "finished")]
-
-    async def test_does_not_thaw_an_entry_that_may_stand_in_the_stream(self) -> None:
-        """Its reply was lost before the server was full, so that its repeat must have the same bytes."""
-        redis = ScriptedRedis(plan=["lost"] + ["full"] * 1000, gate=asyncio.Event())
-        (box, _), (other, _) = outbox("a"), outbox("b")
-        async with running(redis) as publisher:
-            first, second = pieces(["one", "two"])
-            publisher.put(box, first)
-            await wait_until(lambda: redis.calls)
-            publisher.put(box, second)
-            publisher.put(other, first)  # what the server refuses of the next call
-            redis.gate.set()
-            await wait_until(lambda: len(redis.calls) > 2)
-            assert box.discard()
-            assert box.num_tokens == 3
-            assert await publisher.finish(box, FINISHED) is Outcome.OK
-        assert [delta.text for delta in redis.deltas("a")] == ["one"]
-        assert [entry.type for entry in redis.streams["a"]] == ["delta", "finished"]
-
-    async def test_that_stays_full_is_told_to_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(outbox_module, "FULL_SECONDS", 0.05)
-        redis = ScriptedRedis(full=True)
-        box, said = outbox()
-        async with running(redis) as publisher:
-            publisher.put(box, pieces(["one"])[0])
-            await wait_until(lambda: "stuck" in said)
-            redis.full = False
-            await wait_until(lambda: redis.streams)
-            said.clear()
-            publisher.put(box, EngineDelta(3, 3, "x", (1,)))
-            await wait_until(lambda: box.num_unpublished == 0)
-            assert said == []
-
-
-class TestWhatRedisRefusesByItself:
-    async def test_is_given_up_without_its_neighbours(self) -> None:
-        redis = ScriptedRedis(poisoned={"b"}, gate=asyncio.Event())
-        boxes = {name: outbox(name) for name in "abc"}
-        async with running(redis) as publisher:
-            for box, _ in boxes.values():
-                publisher.put(box, pieces(["one"])[0])
-            redis.gate.set()
-            await wait_until(lambda: len(redis.streams) == 2)
-            await wait_until(lambda: boxes["b"][1] == ["moved"])
-            boxes["b"][0].drop()  # nobody can give it back
-            for name in "ac":
-                assert await publisher.finish(boxes[name][0], FINISHED) is Outcome.OK
-            assert await publisher.finish(boxes["b"][0], FINISHED) is None
-        assert [entry.type for entry in redis.streams["a"]] == ["delta", "finished"]
-        assert [entry.type for entry in redis.streams["c"]] == ["delta", "finished"]
-
-    async def test_at_the_end_is_not_tried_for_ever(self) -> None:
-        redis = ScriptedRedis(poisoned={"a"})
-        async with running(redis) as publisher:
-            assert await publisher.finish(outbox("a")[0], FINISHED) is Outcome.MOVED
 
 
 @pytest.mark.parametrize("last", [Outcome.FENCED, Outcome.MOVED])

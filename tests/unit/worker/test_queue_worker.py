@@ -90,11 +90,12 @@ class ScriptedGeneration:
         self.outbox = Outbox(
             request_id=claimed.request_id,
             token=claimed.token,
+            generation=claimed.generation,
             epoch=claimed.epoch,
             max_unsent_tokens=1,
             on_pressure=lambda over: None,
             on_lost=lambda why: None,
-            on_stuck=lambda: None,
+            on_stuck=lambda reason: None,
         )
 
     async def run(self, request: Any) -> Any:
@@ -246,6 +247,23 @@ async def test_a_redis_error_ends_nothing_and_puts_off_takeovers() -> None:
         assert not claims.calls[failed]["takeover"]
         assert claims.calls[failed]["exclude"] == ["a"]
         await wait_until(lambda: claims.calls[-1]["takeover"])
+
+
+async def test_calls_without_an_answer_are_named_until_one_has_an_answer() -> None:
+    """What they may have taken is nobody else's, and costs no attempt."""
+    claims = ScriptedClaims()
+    claims.answers = [ConnectionError("scripted"), OSError("scripted"), [], [job("a")]]
+    async with running(claims, slots=1) as worker:
+        await wait_until(lambda: len(claims.calls) > 4)
+        first, second = (call["token"] for call in claims.calls[:2])
+        assert [call["lost_tokens"] for call in claims.calls[:4]] == [[], [first], [first, second], []]
+        claims.answers = [ConnectionError("scripted")]
+        await wait_until(lambda: not claims.answers)
+        full = len(claims.calls)
+        await wait_until(lambda: len(claims.calls) > full)
+        assert claims.calls[full - 1]["slots"] == 0
+        assert claims.calls[full]["lost_tokens"] == [], "a call without a free slot takes nothing"
+        assert list(worker.generations) == ["a"]
 
 
 async def test_a_ring_brings_a_claim_at_once() -> None:

@@ -16,7 +16,9 @@ from support.waiting import wait_until
 from inferq.engine.request import Delta as EngineDelta
 from inferq.producer.contract import Keys
 from inferq.producer.events import Delta, Failed, Finished, FinishReason, Started, decode_event
+from inferq.worker import background
 from inferq.worker.commands import Entry, Outcome
+from inferq.worker.errors import Dropped
 from inferq.worker.outbox import Hold, Outbox
 from inferq.worker.progress import BrokenStream, Progress, read_progress
 from inferq.worker.publisher import Publisher
@@ -34,11 +36,12 @@ class Owner:
         self.outbox = Outbox(
             request_id=request_id,
             token="token",
+            generation=1,
             epoch=7,
             max_unsent_tokens=1000,
             on_pressure=lambda over: None,
             on_lost=lambda why: recovery.get_back(self),
-            on_stuck=lambda: None,
+            on_stuck=lambda reason: None,
         )
 
     def drop(self, why: str) -> None:
@@ -208,6 +211,19 @@ async def test_getting_back_survives_what_happens_to_its_calls(step: str) -> Non
     assert (held(redis, "a").text, held(redis, "b").text) == ("abcdef", "def")
 
 
+async def test_what_is_refused_for_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease lapses then, and whoever claims the job next goes on from what was published."""
+    monkeypatch.setattr(background, "PATIENCE_SECONDS", 0.05)
+    redis = ScriptedRedis(plan=["misconfigured"] * 1000)
+    async with running(redis) as line:
+        owner = line.owner()
+        owner.outbox.lose("the lease has lapsed")
+        await wait_until(lambda: owner.dropped)
+        assert owner.dropped == ["Redis refuses to give it back: MISCONF"]
+        with pytest.raises(Dropped, match="refuses to read it: MISCONF"):
+            await line.recovery.read("a")
+
+
 async def test_nothing_is_asked_for_a_request_that_was_dropped_meanwhile() -> None:
     redis = ScriptedRedis()
     line = Line(redis)
@@ -235,6 +251,19 @@ async def test_the_late_answer_to_an_entry_of_before_changes_nothing() -> None:
     assert (box.hold, box.num_unpublished) == (Hold.HELD, 2)
     again = box.freeze()
     assert (again.expected_id, again.entry_id, again.data) == ("20-0", "20-1", entry.data)
+
+
+@pytest.mark.parametrize(
+    ("reason", "ids", "is_own"), [("stop", (1, 2), True), ("cancelled", (1, 2), False), ("stop", (1,), False)]
+)
+def test_nobody_goes_on_behind_an_end_that_is_not_his_own(reason: str, ids: tuple[int, ...], is_own: bool) -> None:
+    """A later owner, whose claim a failover has undone, had ended the answer by its last delta."""
+    box = Line(ScriptedRedis()).owner().outbox
+    box.add(EngineDelta(0, 0, "ab", (1, 2)), FinishReason.STOP)
+    box.lose("the lease has lapsed")
+    progress = Progress()
+    progress.add(*entry(0, delta(0, 0, "ab"[: len(ids)], *ids, reason=reason)))
+    assert box.restart(20, progress) is is_own
 
 
 def entry(number: int, event: Any) -> tuple[str, Any]:
@@ -281,7 +310,7 @@ def test_whatever_is_lost_the_answer_is_whole_and_ends_once(
 ) -> None:
     redis = ScriptedRedis(plan=list(plan))
 
-    async def disturb(owner: Owner, what: str) -> None:
+    async def disturb(line: Line, owner: Owner, what: str) -> None:
         match what:
             case "lapse":
                 redis.lapse("a")
@@ -291,6 +320,7 @@ def test_whatever_is_lost_the_answer_is_whole_and_ends_once(
             case "tail":
                 redis.lose_tail("a", max(0, len(redis.streams.setdefault("a", [])) - cut))
             case "wait":
+                line.publisher.wake(owner.outbox)  # the last delta else goes with the end
                 await owner.outbox.settled.wait()
 
     async def run() -> list[str]:
@@ -299,7 +329,7 @@ def test_whatever_is_lost_the_answer_is_whole_and_ends_once(
             for number, (text, what) in enumerate(texts):
                 line.put(owner, text, FinishReason.STOP if number == len(texts) - 1 else None)
                 await asyncio.sleep(0)
-                await disturb(owner, what)
+                await disturb(line, owner, what)
             outcome = await line.publisher.finish(owner.outbox, FINISHED)
             assert (outcome is Outcome.OK) == (owner.dropped == [])
             return owner.dropped
