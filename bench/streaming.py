@@ -40,7 +40,7 @@ from inferq.producer import Delta, InferenceClient
 STREAMS, STEP_MS = 256, 50
 SECONDS, QUICK_SECONDS = 20.0, 2.0
 PAIRS, QUICK_PAIRS = 7, 3
-CONCURRENT, NEW_TOKENS, QUICK_NEW_TOKENS = 32, 64, 24
+CONCURRENT, NEW_TOKENS, QUICK_NEW_TOKENS = 32, 64, 12
 SCRIPTED, REAL = "scripted", "smol"
 
 Arrivals = dict[tuple[int, int], float]

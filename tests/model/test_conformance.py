@@ -41,6 +41,7 @@ SEEN_IN_A_WALK = (
 )
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(WALKS))
 async def test_the_real_wire_does_what_the_model_does(

@@ -15,6 +15,7 @@ def test_half_a_million_states_are_searched() -> None:
     assert sum(size.at_least for size in SIZES.values()) >= 500_000
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SIZES)
 def test_small_worlds_are_right(name: str, request: pytest.FixtureRequest) -> None:
