@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Entries of one XREVRANGE while a letter is looked for.
 _PAGE: Final = 500
+#: The year 9999, the last one that dates have: an id that somebody has set ahead is that of all letters behind it.
+_LAST_MS: Final = 253_402_300_799_999
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def _letter(entry_id: str, fields: dict[bytes, Any]) -> DeadLetter | None:
             request_id=fields[b"id"].decode(errors="replace"),
             reason=fields[b"reason"].decode(),
             attempts=int(fields[b"attempts"]),
-            died_at_ms=int(entry_id.partition("-")[0]),
+            died_at_ms=min(int(entry_id.partition("-")[0]), _LAST_MS),
             entry_id=entry_id,
             signature=fields.get(b"signature", b"").decode(errors="replace"),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 from support.wire import Wire, following
@@ -62,6 +63,14 @@ async def test_an_entry_that_is_no_letter_hides_no_other(wire: Wire, fields: dic
     await wire.redis.xadd(wire.keys.dead, fields)
     assert [letter.request_id for letter in await wire.producer.dead_list()] == ["a"]
     assert (await wire.producer.dead_show("a"))[1] == PAYLOAD
+
+
+async def test_letters_behind_an_id_that_was_set_ahead_are_read(wire: Wire) -> None:
+    await wire.redis.xadd(wire.keys.dead, {"x": "y"}, id=f"{2**60}-0")
+    await die(wire)
+    (letter,) = await wire.producer.dead_list()
+    assert letter.request_id == "a"
+    assert datetime.fromtimestamp(letter.died_at_ms / 1000, UTC).year == 9999
 
 
 async def test_where_no_letter_can_be_written_the_job_ends_all_the_same(wire: Wire) -> None:
