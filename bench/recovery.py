@@ -111,7 +111,8 @@ class Way:
 
     def figures(self, lease: float) -> list[Figure]:
         # How long an engine takes to load its model again is nothing that a lease bounds.
-        budget = None if self.harm is kill_engine else lease + BUDGET_SECONDS
+        # Nor is when a slot comes free, where other jobs have them all.
+        budget = None if self.harm is kill_engine or self.num_waiting else lease + BUDGET_SECONDS
         claims = [Figure(f"{self.name}: until taken over", max(self.taken_over), "s")] if self.taken_over else []
         return [
             *claims,

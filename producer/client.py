@@ -111,6 +111,7 @@ class InferenceClient:
         request_id: str | None = None,
         idempotency_key: str | None = None,
         cancel_on_disconnect: bool = False,
+        weight: float = 1.0,
         durable: bool = False,
         durable_timeout: float = DURABLE_TIMEOUT_S,
         **fields: Any,
@@ -122,9 +123,10 @@ class InferenceClient:
         of that id lives another cannot begin. With an `idempotency_key` (a tenant's own, for one model) the request is
         enqueued once, and its id is returned each time, as long as its stream stands.
 
-        With `cancel_on_disconnect` the request is cancelled some 30 seconds after the last `stream` or `result` that
-        followed it has gone, once there has been one. With `durable` this returns when the job is on the server's disk
-        and, if it has any, on a replica, each within `durable_timeout` seconds.
+        Tenants that wait get their shares of what is served by `weight`, from 0.01 to 100. With `cancel_on_disconnect`
+        the request is cancelled some 30 seconds after the last `stream` or `result` that followed it has gone, once
+        there has been one. With `durable` this returns when the job is on the server's disk and, if it has any, on a
+        replica, each within `durable_timeout` seconds.
 
         Raises InvalidRequest before anything is written, UnknownModel, DuplicateRequest, IdempotencyConflict,
         QueueFull, and NotDurable.
@@ -134,6 +136,7 @@ class InferenceClient:
             request_id=request_id,
             idempotency_key=idempotency_key,
             cancel_on_disconnect=cancel_on_disconnect,
+            weight=weight,
             durable_timeout_s=durable_timeout if durable else None,
         )
         return await _asked(self._submitter.submit(job, terms))

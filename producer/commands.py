@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SCRIPTS: Final = Path(__file__).with_name("scripts")
 _RETRY_AFTER_SECONDS: Final = (1.0, 60.0)
 #: Beyond these, places in the order would not stay below the clock for as long as a queue lives.
-_WEIGHTS: Final = (0.01, 100.0)
+WEIGHTS: Final = (0.01, 100.0)
 
 
 class CancelOutcome(StrEnum):
@@ -91,7 +91,7 @@ class ProducerCommands:
         when the server is full. A call that the connection sends twice (its reply was lost) is known by its
         `submission` and answered as the first one was, also when the job has ended meanwhile.
         """
-        least, most = _WEIGHTS
+        least, most = WEIGHTS
         if not least <= weight <= most:
             raise ValueError(f"weight must be from {least} to {most}, not {weight}")
         submission = uuid.uuid4().hex

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from .commands import ProducerCommands
+from .commands import WEIGHTS, ProducerCommands
 from .contract import Keys, is_request_id, new_request_id
 from .durable import enqueue_durably
 from .errors import InvalidRequest
@@ -54,12 +54,16 @@ class Terms:
     request_id: str | None = None
     idempotency_key: str | None = None
     cancel_on_disconnect: bool = False
+    weight: float = 1.0  #: of its tenant, in the order
     durable_timeout_s: float | None = None  #: None: without waiting for disk or replica
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
         if self.request_id is not None:
             check_id(self.request_id)
+        least, most = WEIGHTS
+        if not isinstance(self.weight, int | float) or not least <= self.weight <= most:
+            raise InvalidRequest(f"weight must be a number from {least} to {most}")
         if self.idempotency_key is None:
             return
         if self.request_id is not None:
@@ -148,6 +152,7 @@ class Submitter:
             max_backlog=served.max_backlog if self._max_backlog is None else self._max_backlog,
             idempotent=terms.idempotency_key is not None,
             cancel_on_disconnect=terms.cancel_on_disconnect,
+            weight=terms.weight,
             signature=signing.sign(request_id, queue=served.keys.queue, payload=payload) if signing else "",
         )
 

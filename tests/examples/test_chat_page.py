@@ -12,7 +12,7 @@ from support.queue import KEYS, scripted_worker
 from support.streams import until_ended
 from support.web_apps import app_by_tcp, chat_answer
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow(family="examples", share=0.25)]
 
 SEND = "document.getElementById('message').value = {!r}; document.getElementById('send').click()"
 ANSWER = "document.getElementById('answer').textContent"

@@ -58,6 +58,7 @@ async def _has_card(url: str) -> bool:
 
 @pytest.mark.timeout(400)
 @needs_node
+@pytest.mark.slow(family="examples", share=0.25)
 async def test_the_two_commands_of_each_readme_are_enough(folder: Path) -> None:
     """One worker for both apps, since both pages start the same. The reader in JavaScript reads what they asked for."""
     fastapi, flask = (EXAMPLES / name / "README.md" for name in AT_SOCKET)

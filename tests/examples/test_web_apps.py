@@ -12,6 +12,8 @@ from support.streams import until_delta, until_ended
 from support.waiting import wait_until
 from support.web_apps import KINDS, chat_answer, text_of, tokens_of, web_app
 
+pytestmark = pytest.mark.slow(family="examples", share=0.25)
+
 SLOW = ["--step-ms", "20"]
 #: More than a reader's period of saying that it is there, and so renewed if there is one.
 LEFT_MS = 12_000
@@ -98,7 +100,6 @@ async def _nothing_left(client: redis.asyncio.Redis) -> bool:
 
 
 @kinds
-@pytest.mark.slow
 async def test_an_answer_that_nobody_reads_is_cancelled(
     kind: str, redis_url: str, client: redis.asyncio.Redis, folder: Path
 ) -> None:
@@ -116,7 +117,6 @@ async def test_an_answer_that_nobody_reads_is_cancelled(
 
 @pytest.mark.timeout(240)
 @kinds
-@pytest.mark.slow
 async def test_a_chat_that_waits_is_kept_alive_and_forgotten_when_its_browser_goes(
     kind: str, redis_url: str, client: redis.asyncio.Redis, folder: Path
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.disturbed import Answers, Disturbance, Fleet, fault
+from support.processes import WorkerProcess
 from support.restarts import RestartableServer
 from support.waiting import wait_until
 
@@ -17,8 +20,9 @@ async def test_kill_9_of_redis_is_a_pause(server: RestartableServer, fleet: Flee
         await streams.begin(num_waiting=50)
         for num_tokens in (60, 300):
             await streams.until(num_tokens)
+            before = _num_losses(worker)
             server.kill()
-            await wait_until(lambda: worker.log.count("redis.lost") > 0)
+            await wait_until(lambda before=before: _num_losses(worker) > before)
             server.start()
         await streams.check(answers, worker)
         assert {attempt for attempt, _ in await streams.starts()} == {1}
@@ -40,3 +44,26 @@ async def test_a_replica_without_the_tail_is_given_it_again(
         server.fail_over()
         await streams.check(answers, worker)
         assert {attempt for attempt, _ in await streams.starts()} == {1}
+
+
+@pytest.mark.timeout(600)
+@fault
+async def test_ten_seconds_without_an_answer_are_a_pause(
+    server: RestartableServer, fleet: Fleet, answers: Answers
+) -> None:
+    """No connection breaks, and all leases end: their owner, the only worker, takes them again."""
+    worker = await fleet.take()
+    async with fleet.producer() as producer:
+        streams = Disturbance(fleet, producer)
+        await streams.begin()
+        await streams.until(100)
+        server.suspend()
+        suspended_at = time.monotonic()
+        await wait_until(lambda: time.monotonic() > suspended_at + 10)
+        server.resume()
+        await streams.check(answers, worker)
+        assert {attempt for attempt, _ in await streams.starts()} == {1}
+
+
+def _num_losses(worker: WorkerProcess) -> int:
+    return worker.log.count("redis.lost")

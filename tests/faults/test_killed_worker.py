@@ -20,7 +20,7 @@ async def test_kill_9_changes_no_answer(run: int, steady: Fleet, answers: Answer
     """Every third time with 500 short jobs waiting; every other time with another worker there already."""
     moment = random.Random(f"kill {run}")
     worker = await steady.take()
-    await steady.retire()
+    await steady.retire(worker)
     other = await steady.take() if run % 2 else None
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer)
@@ -40,7 +40,7 @@ async def test_kill_9_changes_no_answer(run: int, steady: Fleet, answers: Answer
 async def test_one_worker_after_the_other_is_killed(steady: Fleet, answers: Answers) -> None:
     """Each heir goes on where the last one was. What was lost before an heir began costs no attempt."""
     worker = await steady.take()
-    await steady.retire()
+    await steady.retire(worker)
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer)
         await streams.begin()

@@ -35,7 +35,7 @@ async def test_sigstop_beyond_the_lease_changes_no_answer(
         await until_empty(client, stalled)
         assert [await events(client, KEYS, reading.request_id) for reading in streams.streams] == before
         assert stalled.process.poll() is None
-        assert {attempt for attempt, _ in await streams.starts()} == {1, 2}
+        assert len(await streams.starts()) > len(streams.streams), "the heir went on with some"
     steady.spare(heir, stalled)
 
 

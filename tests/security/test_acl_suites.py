@@ -19,6 +19,7 @@ from support.tree import ROOT
 ELSEWHERE = "keys_as_the_contract_does or server_refuses_to_everybody or full_server"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_every_command_has_the_rights_that_it_needs(secured_session: Secured) -> None:
     process = await asyncio.create_subprocess_exec(

@@ -18,7 +18,7 @@ from inferq.producer import Delta, InferenceClient, Result
 from inferq.producer.contract import Keys
 from inferq.producer.events import TERMINAL_TYPES, Event
 
-from .processes import WorkerProcess, start_worker
+from .processes import WorkerProcess, all_gone, start_worker
 from .queue import left_over
 from .streams import events, starts_of, text_of, tokens_of
 from .waiting import wait_until
@@ -61,8 +61,8 @@ SHORT: dict[str, dict[str, Any]] = {
     f"short-{n}": {"prompt": f"{topic.title()} is", "sampling": {"temperature": 0.0, "max_tokens": 2}}
     for n, topic in enumerate(_TOPICS)
 }
-#: A test of the suite of faults: a small run has five of them.
-fault = pytest.mark.slow(family="faults", share=0.12)
+#: A test of the suite of faults: a small run has three of them.
+fault = pytest.mark.slow(family="faults", share=0.07)
 Answers = dict[str, Result]
 _ids = itertools.count()
 
@@ -74,12 +74,16 @@ class Fleet:
     url: str
     _stack: ExitStack
     _spare: list[WorkerProcess] = field(default_factory=list)
+    _started: list[WorkerProcess] = field(default_factory=list)
 
     @classmethod
     @contextmanager
     def of(cls, url: str) -> Iterator[Fleet]:
         with ExitStack() as stack:
-            yield cls(url, stack)
+            fleet = cls(url, stack)
+            yield fleet
+            families = [process for worker in fleet._started if is_running(worker) for process in worker.family()]
+        asyncio.run(all_gone(families, timeout=15))
 
     def start(self, *flags: str, **options: Any) -> WorkerProcess:
         """A new worker, which need not be ready yet."""
@@ -99,6 +103,7 @@ class Fleet:
         )  # fmt: skip
         started = self._stack.enter_context(worker)
         started.name = name
+        self._started.append(started)
         return started
 
     async def take(self) -> WorkerProcess:
@@ -111,12 +116,16 @@ class Fleet:
         await self.until_ready(worker)
         return worker
 
-    async def retire(self) -> None:
-        """End those that were spared: nobody else is to take what this test disturbs."""
-        while self._spare:
-            worker = self._spare.pop()
+    async def retire(self, *keep: WorkerProcess) -> None:
+        """End all others, also those that a test that failed has left: nobody else is to take what is disturbed."""
+        for worker in [each for each in self._started if is_running(each) and each not in keep]:
+            family = worker.family()
+            for process in family:
+                process.send_signal(signal.SIGCONT)
             worker.send(signal.SIGTERM)
             assert await worker.wait() == 0
+            await all_gone(family, timeout=10)
+        self._spare.clear()
 
     def spare(self, *workers: WorkerProcess) -> None:
         self._spare += [worker for worker in workers if worker.process.poll() is None]
@@ -128,6 +137,10 @@ class Fleet:
     async def producer(self) -> AsyncIterator[InferenceClient]:
         async with InferenceClient.from_url(self.url, model=MODEL) as client:
             yield client
+
+
+def is_running(worker: WorkerProcess) -> bool:
+    return worker.process.poll() is None
 
 
 def _is_ready(worker: WorkerProcess) -> bool:
@@ -222,6 +235,12 @@ class Disturbance:
         async with redis.asyncio.Redis.from_url(self.fleet.url) as client:
             found = [await events(client, KEYS, reading.request_id) for reading in self.streams]
         return [start for each in found for start in starts_of(each)]
+
+    async def raw_starts(self) -> list[str]:
+        """The data of each `started` of all streams, as it stands there."""
+        async with redis.asyncio.Redis.from_url(self.fleet.url) as client:
+            found = [await client.xrange(KEYS.events(reading.request_id)) for reading in self.streams]
+        return [fields[b"d"].decode() for entries in found for _, fields in entries if fields[b"t"] == b"started"]
 
 
 def assert_same(found: list[Any], answer: Result) -> None:

@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 #: The share of each family of slow tests that a small run picks, at least one of each.
-SHARE = 0.25
+SHARE = 0.2
 
 _QUIET = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
 hypothesis.settings.register_profile("small", max_examples=30, deadline=None, suppress_health_check=_QUIET)

@@ -188,9 +188,12 @@ class TestNotices:
 
     async def test_a_file_holds_the_answer_alone(self, redis_url: str, wire: Wire) -> None:
         await wire.redis.delete(wire.keys.card)
-        asked = asyncio.create_task(run("generate", "x", "--model=tiny", url=redis_url))
+        process = await start("generate", "x", "--model=tiny", url=redis_url)
+        assert process.stderr is not None
+        assert await process.stderr.readline() == self.NO_WORKER.replace(b"\r", b"")
         await work(wire, "Hel", "lo")
-        assert await asked == (OK, "Hello\n", self.NO_WORKER.decode().replace("\r", ""))
+        assert await process.communicate() == (b"Hello\n", b"")
+        assert process.returncode == OK
 
     @pytest.mark.parametrize("stderr", ["&-", "/dev/full"])
     async def test_nobody_reads_them(self, redis_url: str, wire: Wire, stderr: str) -> None:

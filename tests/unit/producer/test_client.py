@@ -336,3 +336,17 @@ def test_a_name_that_cannot_be_a_model_is_refused() -> None:
         InferenceClient.from_url("redis://localhost", model="a:b")
     with pytest.raises(InvalidRequest, match="prefix"):
         InferenceClient.from_url("redis://localhost", prefix="a:b")
+
+
+@pytest.mark.parametrize("weight", [0, -1, 0.001, 1000, float("nan"), float("inf"), "1", None])
+async def test_a_weight_that_is_none_is_refused(producer: InferenceClient, weight: Any) -> None:
+    with pytest.raises(InvalidRequest, match="weight"):
+        await producer.submit("x", weight=weight)
+
+
+async def test_a_tenant_of_twice_the_weight_is_served_twice_as_much(producer: InferenceClient, wire: Wire) -> None:
+    for tenant, weight in (("light", 1.0), ("heavy", 2.0)):
+        for number in range(12):
+            await producer.submit("x", tenant=tenant, weight=weight, request_id=f"{tenant}-{number}")
+    served = [(await wire.claim())[0].request_id.split("-")[0] for _ in range(12)]
+    assert served.count("heavy") == 8
