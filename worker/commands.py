@@ -120,6 +120,7 @@ class WorkerCommands:
         exclude: Collection[str] = (),
         max_attempts: int = MAX_ATTEMPTS,
         grace_end_ms: int = 0,
+        asked_at_ms: int | None = None,
         free_blocks: int | None = None,
         block_size: int = 1,
         running_here: int = 0,
@@ -129,9 +130,11 @@ class WorkerCommands:
 
         With `takeover` those come first whose lease has ended. That costs them an attempt, unless it ended before
         `grace_end_ms` (Redis' time; a worker that had lost Redis takes over nothing for one lease length, and this is
-        its end); with their last attempt they fail, as dead letters. Then come waiting jobs, in order. A job whose
-        estimate is over `free_blocks`, of `block_size` tokens, is not taken and not overtaken, unless it would be the
-        only one here. None: blocks are not counted.
+        its end); with their last attempt they fail, as dead letters. A call that was asked at `asked_at_ms` and comes
+        more than half a lease later takes over nothing: the server was stalled, and owners could not renew either.
+
+        Then come waiting jobs, in order. A job whose estimate is over `free_blocks`, of `block_size` tokens, is not
+        taken and not overtaken, unless it would be the only one here. None: blocks are not counted.
 
         What is cancelled, past its deadline, without a payload or broken is ended on the way. Ids in `exclude`, those
         that this worker still runs, are passed by.
@@ -139,7 +142,8 @@ class WorkerCommands:
         calls whose reply did not come: what they took comes first, in the same attempt.
         """
         room = (slots, "" if free_blocks is None else free_blocks, block_size, running_here)
-        rules = (int(takeover), grace_end_ms, max_attempts, int(accept_plain), ",".join(lost_tokens))
+        asked = "" if asked_at_ms is None else asked_at_ms
+        rules = (int(takeover), grace_end_ms, asked, max_attempts, int(accept_plain), ",".join(lost_tokens))
         answer = await self._scripts.run("claim", worker, token, lease_ms, *room, *rules, *exclude)
         return [_read_claimed(token, *each) for each in answer]
 

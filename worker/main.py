@@ -81,7 +81,7 @@ def _refuse(code: Exit, exc: Exception) -> Exit:
 async def _serve(settings: WorkerSettings) -> Exit:
     asyncio.get_running_loop().set_exception_handler(_log_stray)
     async with AsyncExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(ends_process=True))
         server = None
         if settings.embedded:
             server = await signals.unless_asked(stack.enter_async_context(embedded_server(settings.embedded_dir)))

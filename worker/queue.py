@@ -168,7 +168,7 @@ class QueueWorker(Worker):
 
     async def _claim(self) -> list[Claimed]:
         now = time.monotonic()
-        if now - self._last_answer > max(self._settings.lease_seconds / 2, 2 * self.poll_delay_s):
+        if now - self._last_answer > self._longest_silence:
             self._distrust_leases()
         token = secrets.token_hex(8)
         slots = self.max_jobs - self.job_counter if self._room.is_open else 0
@@ -188,13 +188,21 @@ class QueueWorker(Worker):
             running_here=self.job_counter,
             takeover=now >= self._takeover_from,
             grace_end_ms=int(self._clock.ms_at(self._takeover_from)),
+            asked_at_ms=int(self._clock.ms_at(now)),
             max_attempts=self._settings.max_attempts,
             accept_plain=self._settings.accept_plain_jobs,
             exclude=self.generations.keys(),
         )
         self._last_answer = time.monotonic()
+        if self._last_answer - now > self._longest_silence:
+            self._distrust_leases()
         self._lost_claims.clear()
         return claimed
+
+    @property
+    def _longest_silence(self) -> float:
+        """Seconds without an answer after which leases may have lapsed that their owners could not renew."""
+        return max(self._settings.lease_seconds / 2, 2 * self.poll_delay_s)
 
     async def _call(self, generation: Generation) -> TerminalEvent:
         claimed = generation.claimed

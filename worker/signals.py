@@ -19,9 +19,14 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """A context in which the first signal sets `asked`, and a second one `hurried`."""
+    """A context in which the first signal sets `asked`, and a second one `hurried`.
 
-    def __init__(self) -> None:
+    With `ends_process` a process that was asked to stop ignores all further signals after the context: on its last way
+    they would change its exit code, and nothing else.
+    """
+
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self._ends_process = ends_process
         self.asked = asyncio.Event()
         self.hurried = asyncio.Event()
 
@@ -33,6 +38,8 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number in _STOP:
             asyncio.get_running_loop().remove_signal_handler(number)
+            if self._ends_process and self.asked.is_set():
+                signal.signal(number, signal.SIG_IGN)
 
     async def unless_asked(self, start: Coroutine[Any, Any, T]) -> T:
         """What `start` returns. Raises Stopped, and cancels `start`, as soon as the worker is asked to stop."""

@@ -201,6 +201,32 @@ async def test_a_worker_follows_the_sentinels_to_the_next_primary() -> None:
             assert await worker.wait() == Exit.NO_REDIS
 
 
+async def test_a_stall_longer_than_the_lease_costs_no_attempt() -> None:
+    """Two healthy workers, and a server that answers nobody for a while: neither takes the other's streams for lost."""
+    with restartable_server() as server:
+        flags = ("--lease-seconds", "1")
+        async with (
+            scripted_worker(server.url, *flags, engine=SLOW),
+            scripted_worker(server.url, *flags, engine=SLOW),
+            redis.asyncio.Redis.from_url(server.url) as client,
+            InferenceClient.from_url(server.url, model=MODEL) as producer,
+        ):
+            ids = [await producer.submit(f"stall {n}", sampling={"max_tokens": 1500}) for n in range(6)]
+            for request_id in ids:
+                await until_delta(client, KEYS, request_id)
+            for _ in range(3):
+                server.suspend()
+                suspended_at = time.monotonic()
+                await wait_until(lambda since=suspended_at: time.monotonic() > since + 2)
+                server.resume()
+                resumed_at = time.monotonic()
+                await wait_until(lambda since=resumed_at: time.monotonic() > since + 1.5)
+            for number, request_id in enumerate(ids):
+                found = await until_ended(client, KEYS, request_id)
+                assert_unbroken(found, answer_to(f"stall {number}", 1500))
+                assert {attempt for attempt, _ in starts_of(found)} == {1}
+
+
 async def test_a_full_server_refuses_tokens_and_still_takes_the_end() -> None:
     with valkey("--maxmemory-policy", "noeviction") as url:
         async with scripted_worker(url, engine=SLOW) as worker:

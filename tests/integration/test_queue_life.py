@@ -97,6 +97,16 @@ async def test_sigterm_mid_stream_moves_the_stream_at_once(redis_url: str, clien
             assert (await result).text == answer_to("move", 200)
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.06, 0.1])
+async def test_a_signal_on_the_last_way_changes_no_exit_code(redis_url: str, delay_s: float) -> None:
+    async with scripted_worker(redis_url) as worker:
+        worker.send(signal.SIGTERM)
+        await wait_until(lambda: "worker.stopped" in worker.log)
+        await asyncio.sleep(delay_s)
+        worker.send(signal.SIGTERM)
+        assert await worker.wait() == 0
+
+
 async def test_a_second_signal_hurries(redis_url: str, client: redis.asyncio.Redis) -> None:
     flags = ("--drain-seconds", "3600")
     async with (

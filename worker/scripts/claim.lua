@@ -1,7 +1,7 @@
 -- Take jobs: first those whose lease has ended, then waiting ones in order, up to the free slots and blocks. Each is
 -- leased, moved to `running`, and gets a new epoch with `started`; what must not run any more is ended instead.
 -- ARGV: worker, token, lease_ms, slots, free_blocks or '', block_size, running_here, takeover, grace_end_ms,
---   max_attempts, accept_plain, tokens of earlier calls whose replies were lost with commas between, ids to pass by...
+--   asked_at_ms or '', max_attempts, accept_plain, tokens of earlier calls whose replies were lost with commas between, ids to pass by...
 -- Answers a list of {id, epoch, generation, attempt, payload, queue_ms, expires_at_ms or '', resumed, {tokens},
 --   signature or ''}.
 
@@ -10,13 +10,13 @@ local owner = {worker = ARGV[3], token = ARGV[4], lease_ms = tonumber(ARGV[5])}
 local MAX_CLAIMS, SPARE_LOOKS = 128, 100
 local slots = math.min(tonumber(ARGV[6]), MAX_CLAIMS)
 local free_blocks, block_size, running_here = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-local takeover, grace_end_ms = ARGV[10] == '1', tonumber(ARGV[11])
-local max_attempts, accept_plain = tonumber(ARGV[12]), ARGV[13] == '1'
+local takeover, grace_end_ms, asked_at_ms = ARGV[10] == '1', tonumber(ARGV[11]), tonumber(ARGV[12])
+local max_attempts, accept_plain = tonumber(ARGV[13]), ARGV[14] == '1'
 local lost_tokens, excluded = {}, {}
-for token in string.gmatch(ARGV[14], '[^,]+') do
+for token in string.gmatch(ARGV[15], '[^,]+') do
     lost_tokens[token] = true
 end
-for i = 15, #ARGV do
+for i = 16, #ARGV do
     excluded[ARGV[i]] = true
 end
 
@@ -257,7 +257,10 @@ if next(lost_tokens) then
         isolated(nil, take_back, id)
     end
 end
-if takeover then
+-- A call that has waited for a server that was stalled comes before the renewals that have waited as well: what has
+-- lapsed meanwhile is its owners'.
+local is_late = asked_at_ms and now_ms - asked_at_ms > owner.lease_ms / 2
+if takeover and not is_late then
     take_lapsed()
 end
 place_plain()
