@@ -51,7 +51,7 @@ async def look_at(redis: Redis, keys: Keys, request_id: str, cursor: EntryId, co
         entries=cast("list[Entry]", answer[0][1]) if answer else [],
         model=model.decode() if model else None,
         left_s=left_ms / 1000 if expires_at_ms is not None else None,
-        ends_unread=ends_unread not in (None, b"", b"0"),
+        ends_unread=ends_unread is not None,
         has_payload=bool(has_payload),
         has_lease=bool(has_lease),
     )

@@ -109,8 +109,16 @@ async def _look_at_settings(redis: ArqRedis) -> None:
         policy = found.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             _log.warning("redis.may_evict_jobs", policy=policy, wanted="noeviction")
-        if found.get("aof_enabled") == 0 and (await redis.config_get("save")).get("save") == "":
-            _log.warning("redis.keeps_nothing", appendonly="no", save="", wanted="appendonly yes")
+        if found.get("aof_enabled") == 0 and (save := await _snapshots(redis)) in ("", None):
+            _log.warning("redis.keeps_nothing", appendonly="no", save=save, wanted="appendonly yes")
+
+
+async def _snapshots(redis: ArqRedis) -> str | None:
+    """When the server writes snapshots: never if empty. None for a user who may not ask."""
+    try:
+        return str((await redis.config_get("save")).get("save", ""))
+    except ResponseError:
+        return None
 
 
 @asynccontextmanager

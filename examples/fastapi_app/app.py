@@ -70,8 +70,9 @@ async def open_stream(
         if status.state is State.UNKNOWN:
             raise UnknownRequest(f"nothing is known under the id {request_id}")
         if status.is_over and last_event_id != "0":
-            if await anext(client.stream(request_id, last_event_id), None) is None:
-                raise HTTPException(204)
+            async with client.stream(request_id, last_event_id) as rest:
+                if await anext(rest, None) is None:
+                    raise HTTPException(204)
         yield stream
 
 

@@ -86,8 +86,10 @@ def events(request_id: str) -> Response:
     status = client().status(request_id)
     if status.state is State.UNKNOWN:
         raise UnknownRequest(f"nothing is known under the id {request_id}")
-    if status.is_over and position != "0" and next(client().stream(request_id, position), None) is None:
-        return Response(status=204)
+    if status.is_over and position != "0":
+        with client().stream(request_id, position) as rest:
+            if next(rest, None) is None:
+                return Response(status=204)
     return Response(sse(stream), mimetype="text/event-stream", headers=NO_BUFFERS)
 
 

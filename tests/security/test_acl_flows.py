@@ -63,8 +63,9 @@ async def test_a_request_from_its_submission_to_its_last_token(
     waiting = await producer.submit("hello", sampling={"max_tokens": 8}, deadline_ms=600_000)
     assert (await reader.status(waiting)).state is (await producer.status(waiting)).state is State.QUEUED
     early = asyncio.create_task(reader.result(waiting))
-    async with scripted_worker(secured.url("worker"), engine=SLOW):
+    async with scripted_worker(secured.url("worker"), engine=SLOW) as worker:
         assert (await early).text == answer_to("hello", 8)
+        assert "redis.keeps_nothing" in worker.log, "it may not ask for more, and says what it knows"
         running = await producer.submit("more", sampling={"max_tokens": 60}, idempotency_key="once")
         assert await producer.submit("more", sampling={"max_tokens": 60}, idempotency_key="once") == running
         both = await asyncio.gather(reader.result(running), producer.result(running))
