@@ -155,6 +155,7 @@ class Generation:
         """Go on from what earlier owners have published. An answer that they have completed lacks its end alone."""
         self._before = await self._recovery.read(self.request_id)
         self.outbox.continue_from(self._before)
+        _log.info("request.resumed", request_id=self.request_id, tokens=self.outbox.num_tokens)
         if self.outbox.finish_reason is not None:
             self._resolve(self.outbox.finish_reason)
 

@@ -64,6 +64,11 @@ class Health:
             pipe.zrem(self._keys.workers, self._settings.worker_id)
             await pipe.execute()
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """What the worker goes by, for its log."""
+        return {"worker": self._settings.worker_id, "model": self._keys.model, "prefix": self._keys.prefix}
+
     def card(self) -> dict[str, Any]:
         """What `submit` may check a request against. The same for every worker of a model."""
         facts = self._engine.facts

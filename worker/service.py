@@ -178,5 +178,5 @@ async def running_service(
 async def _claim(worker: QueueWorker, health: Health) -> None:
     """Claim nothing before Redis' time is known and the worker is on the list."""
     await persist(health.beat, Outage("health"))
-    _log.info("worker.ready", slots=worker.max_jobs)
+    _log.info("worker.ready", slots=worker.max_jobs, **health.names)
     await worker.async_run()
