@@ -84,9 +84,9 @@ def read_keys(text: str | None, file: Path | None) -> SigningKeys | None:
         try:
             text = file.read_text(encoding="utf-8")
         except OSError as exc:
-            raise InvalidSigningKey(f"the file of the signing keys cannot be read: {exc.strerror}") from None
+            raise InvalidSigningKey(f"INFERQ_SIGNING_KEY_FILE: {file} cannot be read: {exc.strerror}") from None
         except UnicodeDecodeError:
-            raise InvalidSigningKey("the file of the signing keys is not a text") from None
+            raise InvalidSigningKey(f"INFERQ_SIGNING_KEY_FILE: {file} is not a text") from None
         return SigningKeys.parse(text)
     return SigningKeys.parse(text) if text else None
 
