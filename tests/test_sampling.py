@@ -32,6 +32,9 @@ def test_joined_many(number): pass
 @pytest.mark.parametrize("number", range(5))
 def test_joined_few(number): pass
 
+@pytest.mark.slow(family="never in a small run", share=0)
+def test_long(): pass
+
 @pytest.mark.gpu
 def test_on_a_gpu(): pass
 
@@ -68,6 +71,7 @@ def test_a_sample_has_a_share_of_each_family(suite: Path) -> None:
     assert len({name for name in passed if name.startswith("test_small_family")}) == 1
     assert len({name for name in passed if name.startswith("test_joined")}) == 2
     assert {"test_alone", "test_quick", "test_examples"} <= passed
+    assert "test_long" not in passed
 
 
 def test_a_seed_repeats_its_sample_and_seeds_differ(suite: Path) -> None:
@@ -77,7 +81,7 @@ def test_a_seed_repeats_its_sample_and_seeds_differ(suite: Path) -> None:
 
 def test_a_full_run_leaves_nothing_out(suite: Path) -> None:
     _, passed = run(suite, "--full", examples=400)
-    assert len(passed) == 20 + 2 + 20 + 3
+    assert len(passed) == 20 + 2 + 20 + 4
 
 
 def test_five_days_running_see_every_slow_test(suite: Path) -> None:

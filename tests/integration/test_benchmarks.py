@@ -20,9 +20,20 @@ KEYS = {
 }
 
 
-@pytest.mark.slow(family="benchmarks", share=0.17)
+#: Those that load the model, most of them several times.
+LONG = ("engine.py", "recovery.py", "streaming.py")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", KEYS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            script, marks=pytest.mark.slow(family=f"benchmarks {script in LONG}", share=0.34 * (script not in LONG))
+        )
+        for script in KEYS
+    ],
+)
 def test_a_benchmark_prints_its_figures(script: str) -> None:
     command = [sys.executable, str(ROOT / "bench" / script), "--quick", "--json", "--busy"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

@@ -3,7 +3,7 @@
 `pytest` runs a seeded sample of the tests marked `slow`; `pytest --full` runs all of them, and Hypothesis tries more.
 The seed is the day's date, so that a week of runs sees different samples; `--sample-seed` repeats one. `--fifth` runs
 another fifth of them each day, so that five days see all. `slow(family=..., share=...)` puts tests of several files
-into one family, of which a small run picks another share.
+into one family, of which a small run picks another share, or none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def left_out(items: list[pytest.Item], seed: int, *, fifth: bool = False) -> set
         if fifth:
             out.update(item for number, item in enumerate(family) if number % 5 != _day(seed) % 5)
             continue
-        keep = max(1, round(len(family) * key[2]))
+        keep = max(1, round(len(family) * key[2])) if key[2] else 0
         out.update(random.Random(f"{seed} {key[1]}").sample(family, len(family) - keep))
     return out
 
