@@ -12,9 +12,7 @@ from support.processes import all_gone
 @pytest.mark.timeout(600)
 @fault
 async def test_sigterm_moves_what_does_not_end_in_time_and_costs_no_attempt(steady: Fleet, answers: Answers) -> None:
-    await steady.retire()
-    leaving = steady.start("--drain-seconds", "0.5")
-    await steady.until_ready(leaving)
+    leaving = await steady.only("--drain-seconds", "0.5")
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer)
         await streams.begin()
@@ -34,9 +32,7 @@ async def test_sigterm_moves_what_does_not_end_in_time_and_costs_no_attempt(stea
 @pytest.mark.timeout(600)
 @fault
 async def test_sigterm_lets_finish_what_fits_into_the_drain(steady: Fleet, answers: Answers) -> None:
-    await steady.retire()
-    leaving = steady.start("--drain-seconds", "120")
-    await steady.until_ready(leaving)
+    leaving = await steady.only("--drain-seconds", "120")
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer)
         await streams.begin()
@@ -50,9 +46,7 @@ async def test_sigterm_lets_finish_what_fits_into_the_drain(steady: Fleet, answe
 @pytest.mark.timeout(600)
 @fault
 async def test_a_kill_during_the_drain_is_a_kill(steady: Fleet, answers: Answers) -> None:
-    await steady.retire()
-    leaving = steady.start("--drain-seconds", "120")
-    await steady.until_ready(leaving)
+    leaving = await steady.only("--drain-seconds", "120")
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer)
         await streams.begin()

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import redis.asyncio
 from support.disturbed import KEYS, STREAMS, Answers, Disturbance, Fleet, fault, until_empty
+from support.processes import WorkerProcess
 from support.waiting import wait_until
 
 from inferq.producer import RequestFailed
@@ -22,8 +23,8 @@ HARMED = {
 }
 
 
-def child_of(worker: object) -> psutil.Process:
-    (child,) = psutil.Process(worker.pid).children()  # type: ignore[attr-defined]
+def child_of(worker: WorkerProcess) -> psutil.Process:
+    (child,) = psutil.Process(worker.pid).children()
     return child
 
 
@@ -33,9 +34,7 @@ def child_of(worker: object) -> psutil.Process:
 async def test_a_poison_request_ends_alone(
     harm: str, steady: Fleet, answers: Answers, client: redis.asyncio.Redis
 ) -> None:
-    await steady.retire()
-    worker = steady.start("--step-timeout-seconds", "4", environment={**HARMED, "INFERQ_TEST_HARM": harm})
-    await steady.until_ready(worker)
+    worker = await steady.only("--step-timeout-seconds", "4", environment={**HARMED, "INFERQ_TEST_HARM": harm})
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer, list(STREAMS)[::3])
         await streams.begin()
@@ -58,9 +57,7 @@ async def test_a_poison_request_ends_alone(
 async def test_an_engine_that_dies_or_hangs_of_nothing_changes_no_answer(
     number: signal.Signals, steady: Fleet, answers: Answers, client: redis.asyncio.Redis
 ) -> None:
-    await steady.retire()
-    worker = steady.start("--step-timeout-seconds", "4")
-    await steady.until_ready(worker)
+    worker = await steady.only("--step-timeout-seconds", "4")
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer, list(STREAMS)[::3])
         await streams.begin()

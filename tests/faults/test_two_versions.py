@@ -38,10 +38,8 @@ async def test_streams_move_from_one_version_to_the_other(
     first: str, newer: dict[str, str], steady: Fleet, answers: Answers
 ) -> None:
     """Killed and drained, in either direction: the wire's answers are the undisturbed ones."""
-    await steady.retire()
     versions = [{}, newer] if first == "older" else [newer, {}]
-    begun = steady.start(environment=versions[0])
-    await steady.until_ready(begun)
+    begun = await steady.only(environment=versions[0])
     async with steady.producer() as producer:
         streams = Disturbance(steady, producer)
         await streams.begin()

@@ -116,6 +116,13 @@ class Fleet:
         await self.until_ready(worker)
         return worker
 
+    async def only(self, *flags: str, **options: Any) -> WorkerProcess:
+        """A new worker that is ready, and the only one."""
+        await self.retire()
+        worker = self.start(*flags, **options)
+        await self.until_ready(worker)
+        return worker
+
     async def retire(self, *keep: WorkerProcess) -> None:
         """End all others, also those that a test that failed has left: nobody else is to take what is disturbed."""
         for worker in [each for each in self._started if is_running(each) and each not in keep]:
