@@ -2,53 +2,117 @@
 
 Several sequences behind one another, without a mask and without a cache object, are computed right only by a model
 whose layers mix tokens nowhere but in the attention function. transformers raises nothing for the others: their
-output is merely wrong. So each model is measured at load, with its own weights and the attention that will serve it.
+output is merely wrong. So each model is measured at load, with its own weights, the attention that will serve it, and
+whatever was rewritten in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
 from .attention import AttentionBackend, AttentionParams, LayerShape
 from .attention.hook import IMPLEMENTATION, ZeroAttention, attending
+from .attention.interface import LayerProbe
 from .batch import StepBatch
 from .errors import ModelLoadError
 from .sequence import Scheduled, Sequence, SequenceSampling
 
 _KNOWN_LAYERS: Final = {"full_attention", "sliding_attention"}
-_LENGTHS: Final = (7, 11, 3)
+_LENGTHS: Final = (9, 13, 5)
+#: The last tokens of each sequence come one a step, as while decoding: backends have a kernel of their own for that.
+_DECODED: Final = 2
 #: The error allowed, relative to the norm of a token's logits. In float32 for each token; else for the median token of
-#: each sequence, since rounding can turn a router of experts the other way for single ones.
+#: each prompt, and of all that are decoded, since rounding can turn a router of experts the other way for single ones.
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def check_conformance(model: Any, backend: AttentionBackend) -> tuple[LayerShape, ...]:
-    """What each layer keeps for a token, by layer index; the model then uses our attention.
+class Gate:
+    """Holds what a model computes before anything is changed in it, and how each of its `layers` attends.
 
-    Leaves `backend` with a small cache. Raises ModelLoadError, naming the architecture, for a model that is not
-    computed right.
+    Made of a model as it was loaded, which then uses our attention. Then `check` may be asked as often as something
+    was changed: modules rewritten, another backend chosen. All raise ModelLoadError, naming the architecture.
     """
-    name = model.config.model_type
-    _check_layer_types(name, model.config.get_text_config())
-    prompts = _prompts(model)
-    with torch.inference_mode():
-        try:
+
+    layers: tuple[LayerProbe, ...]  #: by layer index
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._check_layer_types()
+        self._prompts = _prompts(model)
+        with self._refusing_failures(), torch.inference_mode():
             model.set_attn_implementation("eager")
-            expected = torch.cat([model(ids.unsqueeze(0), use_cache=False).logits[0] for ids in prompts])
+            self._expected = [model(ids.unsqueeze(0), use_cache=False).logits[0] for ids in self._prompts]
             model.set_attn_implementation(IMPLEMENTATION)
-            shapes = _probe(model, name, prompts)
-            error = _error(_paged_logits(model, backend, shapes, prompts), expected, model.dtype)
+            self.layers = self._probe()
+
+    def check(self, backend: AttentionBackend) -> None:
+        """Refuses a model that computes something else with `backend`, which is left with a small cache."""
+        with self._refusing_failures(), torch.inference_mode():
+            error = _error(self._paged_logits(backend), self._expected, self._model.dtype)
+        tolerance = _TOLERANCES[self._model.dtype]
+        if not error <= tolerance:
+            raise self._refusal(f"on a flat batch its logits are off by {error:.1e}, more than {tolerance:.0e}")
+
+    def _refusal(self, reason: str) -> ModelLoadError:
+        return ModelLoadError(f"the architecture {self._model.config.model_type!r} is not supported: {reason}")
+
+    @contextmanager
+    def _refusing_failures(self) -> Iterator[None]:
+        try:
+            yield
         except ModelLoadError:
             raise
         except Exception as exc:
-            raise _refusal(name, f"its forward pass fails on a flat batch ({type(exc).__name__}: {exc})") from exc
-    tolerance = _TOLERANCES[model.dtype]
-    if not error <= tolerance:
-        raise _refusal(name, f"on a flat batch its logits are off by {error:.1e}, more than {tolerance:.0e}")
-    return shapes
+            reason = f"its forward pass fails on a flat batch ({type(exc).__name__}: {exc})"
+            raise self._refusal(reason) from exc
+
+    def _check_layer_types(self) -> None:
+        types = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
+        if unknown := set(types) - _KNOWN_LAYERS:
+            raise self._refusal(f"it has layers of type {', '.join(sorted(unknown))}")
+
+    def _probe(self) -> tuple[LayerProbe, ...]:
+        ids, notes = torch.cat(self._prompts).unsqueeze(0), _Notes()
+        with attending(notes):
+            self._model(ids, position_ids=torch.zeros_like(ids), use_cache=False)
+        called = [layer for layer, _ in notes.calls]
+        layers = self._model.config.get_text_config().num_hidden_layers
+        if sorted(called) != list(range(layers)):
+            using = len(set(called))
+            raise self._refusal(
+                f"of its {layers} layers {using} use transformers' attention interface, in {len(called)} calls"
+            )
+        return tuple(layer for _, layer in sorted(notes.calls, key=lambda call: call[0]))
+
+    def _paged_logits(self, backend: AttentionBackend) -> list[torch.Tensor]:
+        """Logits [tokens, vocabulary] of each sequence: all prompts in one step, then some steps of one token each."""
+        size, device = backend.block_size, self._model.device
+        sequences = _sequences(self._prompts, size)
+        num_blocks = sum(len(sequence.block_table) for sequence in sequences)
+        batch = StepBatch(
+            max_tokens=sum(_LENGTHS),
+            max_seqs=len(_LENGTHS),
+            max_model_len=max(_LENGTHS),
+            block_size=size,
+            device=device,
+        )
+        shapes = [layer.shape for layer in self.layers]
+        backend.allocate(shapes, num_blocks, dtype=self._model.dtype, device=device)
+        steps = [[length - _DECODED for length in _LENGTHS], *[[1] * len(_LENGTHS)] * _DECODED]
+        parts = []
+        for counts in steps:
+            batch.fill([Scheduled(sequence, count) for sequence, count in zip(sequences, counts, strict=True)])
+            backend.prepare(batch)
+            with attending(backend):
+                parts.append(torch.split(flat_forward(self._model, batch), counts))
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.num_computed_tokens += count
+        return [torch.cat(of_sequence) for of_sequence in zip(*parts, strict=True)]
 
 
 def flat_forward(model: Any, batch: StepBatch, **options: Any) -> torch.Tensor:
@@ -58,78 +122,49 @@ def flat_forward(model: Any, batch: StepBatch, **options: Any) -> torch.Tensor:
     return logits
 
 
-def _refusal(name: str, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"the architecture {name!r} is not supported: {reason}")
-
-
-def _check_layer_types(name: str, text_config: Any) -> None:
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if unknown:
-        raise _refusal(name, f"it has layers of type {', '.join(sorted(unknown))}")
-
-
 def _prompts(model: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return [torch.randint(vocabulary, (length,), generator=generator).to(model.device) for length in _LENGTHS]
 
 
-class _Probe(ZeroAttention):
-    """Notes which layers ask, and with what shapes."""
+class _Notes(ZeroAttention):
+    """Notes which layers ask, and for what."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, LayerShape]] = []
+        self.calls: list[tuple[int, LayerProbe]] = []
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        self.calls.append((layer, LayerShape(key.shape[1], key.shape[2], value.shape[2])))
+        shape = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.calls.append((layer, LayerProbe(shape, query.shape[1], params)))
         return super().attend(layer, query, key, value, params)
 
 
-def _probe(model: Any, name: str, prompts: Seq[torch.Tensor]) -> tuple[LayerShape, ...]:
-    ids = torch.cat(list(prompts)).unsqueeze(0)
-    probe = _Probe()
-    with attending(probe):
-        model(ids, position_ids=torch.zeros_like(ids), use_cache=False)
-    called = [layer for layer, _ in probe.calls]
-    layers = model.config.get_text_config().num_hidden_layers
-    if sorted(called) != list(range(layers)):
-        raise _refusal(
-            name,
-            f"of its {layers} layers {len(set(called))} use transformers' attention interface, in {len(called)} calls",
-        )
-    return tuple(shape for _, shape in sorted(probe.calls, key=lambda call: call[0]))
-
-
-def _paged_logits(
-    model: Any, backend: AttentionBackend, shapes: Seq[LayerShape], prompts: Seq[torch.Tensor]
-) -> torch.Tensor:
-    size = backend.block_size
-    counts = [-(-len(prompt) // size) for prompt in prompts]
+def _sequences(prompts: Seq[torch.Tensor], block_size: int) -> list[Sequence]:
+    """With blocks that are not in order."""
+    counts = [-(-len(prompt) // block_size) for prompt in prompts]
     blocks = list(range(sum(counts)))
-    scheduled = []
-    for key, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        table = [blocks.pop() for _ in range(count)]
-        sequence = Sequence(key, prompt.tolist(), len(prompt), SequenceSampling(max_tokens=1), block_table=table)
-        scheduled.append(Scheduled(sequence, len(prompt)))
-    batch = StepBatch(
-        max_tokens=sum(_LENGTHS),
-        max_seqs=len(_LENGTHS),
-        max_model_len=max(_LENGTHS),
-        block_size=size,
-        device=model.device,
-    )
-    batch.fill(scheduled)
-    backend.allocate(shapes, sum(counts), dtype=model.dtype, device=model.device)
-    backend.prepare(batch)
-    with attending(backend):
-        return flat_forward(model, batch)
+    return [
+        Sequence(
+            key,
+            prompt.tolist(),
+            len(prompt),
+            SequenceSampling(max_tokens=1),
+            block_table=[blocks.pop() for _ in range(count)],
+        )
+        for key, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+    ]
 
 
-def _error(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
-    """The largest relative error of a token, or of a sequence's median token where numbers are short."""
-    errors = (logits.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+def _error(logits: Seq[torch.Tensor], expected: Seq[torch.Tensor], dtype: torch.dtype) -> float:
+    """The largest relative error of a token, or of a median token where numbers are short."""
+    errors = [
+        (actual.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1)
+        for actual, right in zip(logits, expected, strict=True)
+    ]
     if dtype == torch.float32:
-        return float(errors.max())
-    return max(float(part.median()) for part in errors.split(list(_LENGTHS)))
+        return float(torch.cat(errors).max())
+    prompts, decoded = zip(*(part.tensor_split([-_DECODED]) for part in errors), strict=True)
+    return max(float(part.median()) for part in (*prompts, torch.cat(decoded)))

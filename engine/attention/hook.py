@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from transformers import AttentionInterface
 
-from .interface import AttentionParams, LayerAttention
+from .interface import AttentionParams, LayerAttention, RotaryLayerAttention
+from .rotation import take_deferred
 
 IMPLEMENTATION: Final = "inferq_paged"
 _answering: ContextVar[LayerAttention] = ContextVar("inferq_answering_attention")
@@ -29,6 +30,15 @@ def attending(attention: LayerAttention) -> Iterator[None]:
         yield
     finally:
         _answering.reset(token)
+
+
+def answers_rotary() -> bool:
+    """Whether we are `attending`, and by one that rotates."""
+    return _rotates(_answering.get(None))
+
+
+def _rotates(attention: LayerAttention | None) -> TypeGuard[RotaryLayerAttention]:
+    return hasattr(attention, "attend_rotary")
 
 
 class ZeroAttention:
@@ -59,9 +69,15 @@ def _attention_forward(
         softcap=softcap,
         sinks=s_aux,
     )
+    attention = _answering.get()
+    rotary = take_deferred(query, key) if _rotates(attention) else None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    layer = getattr(module, "layer_idx", None)
-    output = _answering.get().attend(-1 if layer is None else int(layer), query, key, value, params)
+    index = getattr(module, "layer_idx", None)
+    layer = -1 if index is None else int(index)
+    if _rotates(attention) and rotary is not None:
+        output = attention.attend_rotary(layer, query, key, value, params, rotary)
+    else:
+        output = attention.attend(layer, query, key, value, params)
     return output.unsqueeze(0), None
 
 

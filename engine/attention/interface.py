@@ -42,6 +42,34 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerProbe:
+    """How one layer was seen to attend: what a backend must be able to do, and is chosen by."""
+
+    shape: LayerShape
+    num_heads: int  #: of queries
+    params: AttentionParams
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers that take a backend the same work."""
+        params = self.params
+        return self.shape, self.num_heads, params.scale, params.window, params.softcap, params.sinks is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A rotation of queries and keys by position: cos and sin [tokens, R/2], for the first R numbers of each head.
+
+    Pair i is (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) where `interleaved`; (a, b) becomes
+    (a cos - b sin, b cos + a sin). What is beyond R stays as it is. The last dimension of both is contiguous.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+
+
 class LayerAttention(Protocol):
     """What answers a model's layers during one forward pass."""
 
@@ -49,6 +77,22 @@ class LayerAttention(Protocol):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """query [tokens, heads, key_dim], key and value [tokens, kv_heads, dim] -> [tokens, heads, value_dim]."""
+        ...
+
+
+class RotaryLayerAttention(LayerAttention, Protocol):
+    """One that can rotate, too. Whoever has the method gets the rotations of models that are fused for it."""
+
+    def attend_rotary(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: AttentionParams,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """As `attend`, of a query and a key that are not rotated yet."""
         ...
 
 
@@ -66,6 +110,11 @@ class AttentionBackend(LayerAttention, Protocol):
     @property
     def block_size(self) -> int:
         """Tokens a block."""
+        ...
+
+    @property
+    def graph_safe(self) -> bool:
+        """True if a decode step reads its lengths from the batch's tensors alone, rows of padding among them."""
         ...
 
     def allocate(

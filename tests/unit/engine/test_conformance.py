@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.models import tiny_model
 
-from inferq.engine.attention import LayerShape
+from inferq.engine.attention import AttentionParams, LayerShape
 from inferq.engine.attention.hook import IMPLEMENTATION
 from inferq.engine.attention.reference import ReferenceAttention
-from inferq.engine.conformance import check_conformance
+from inferq.engine.conformance import Gate
 from inferq.engine.errors import ModelLoadError
 
 QUICK = ("llama", "qwen3", "mistral", "gemma2", "mixtral", "gpt_oss", "gpt2", "opt")
@@ -36,7 +36,9 @@ LATENT: dict[str, Any] = {
 
 
 def check(model: Any) -> tuple[LayerShape, ...]:
-    return check_conformance(model, ReferenceAttention(block_size=4))
+    gate = Gate(model)
+    gate.check(ReferenceAttention(block_size=4))
+    return tuple(layer.shape for layer in gate.layers)
 
 
 @pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
@@ -50,6 +52,36 @@ def test_architectures_that_are_computed_right(architecture: str) -> None:
 
 def test_layers_may_keep_values_of_another_size_than_keys() -> None:
     assert check(tiny_model("deepseek_v3", std=0.2, **LATENT)) == (LayerShape(4, 16, 12),) * 2
+
+
+def test_what_a_backend_is_chosen_by() -> None:
+    llama, second = Gate(tiny_model("llama")).layers
+    assert (llama.shape, llama.num_heads, llama.params) == (LayerShape(2, 16, 16), 4, AttentionParams(scale=0.25))
+    assert llama.kind == second.kind
+    windowed, full = Gate(tiny_model("gemma2")).layers
+    assert (windowed.params.window, full.params.window, full.params.softcap) == (5, None, 50.0)
+    assert windowed.kind != full.kind
+    windowed, full = Gate(tiny_model("gpt_oss")).layers
+    assert windowed.params.sinks is not None and windowed.params.sinks.shape == (4,)
+    assert full.kind != llama.kind
+
+
+class _BadDecodes(ReferenceAttention):
+    """Right for prompts, and off by a factor for sequences that compute one token."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        output = super().attend(layer, query, key, value, params)
+        return output * 1.5 if len(query) == 3 else output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backend_that_is_wrong_only_while_decoding_is_found(dtype: torch.dtype) -> None:
+    gate = Gate(tiny_model("llama", std=0.2).to(dtype))
+    gate.check(ReferenceAttention(block_size=4))
+    with pytest.raises(ModelLoadError, match="on a flat batch its logits are off by"):
+        gate.check(_BadDecodes(block_size=4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
