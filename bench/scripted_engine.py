@@ -71,8 +71,17 @@ def continuation(prompt_token_ids: Sequence[int], count: int, *, eos_one_in: int
     return token_ids
 
 
+class Tokens(list[int]):
+    """A step that has run when it is launched."""
+
+    def tokens(self) -> list[int]:
+        return self
+
+
 class ScriptedRunner:
     """Sleeps for its forward pass, and fails as told."""
+
+    lookahead = 0
 
     def __init__(self, options: argparse.Namespace, facts: Ready, trace: Trace | None) -> None:
         self.facts = facts
@@ -81,7 +90,7 @@ class ScriptedRunner:
         self._steps = 0
         self._checksums: dict[int, tuple[int, int]] = {}
 
-    def step(self, scheduled: Sequence[Scheduled]) -> list[int]:
+    def launch(self, scheduled: Sequence[Scheduled]) -> Tokens:
         self._fail(scheduled)
         self._steps += 1
         time.sleep(self._options.step_ms / 1000 / self._options.tokens_per_step)
@@ -90,7 +99,9 @@ class ScriptedRunner:
         eos_one_in = self._options.eos_one_in
         if self._trace is not None:
             self._trace.tokens(each.sequence for each in scheduled if each.samples)
-        return [token_after(self._checksums[each.sequence.key][1], eos_one_in) for each in scheduled if each.samples]
+        return Tokens(
+            token_after(self._checksums[each.sequence.key][1], eos_one_in) for each in scheduled if each.samples
+        )
 
     def _sum(self, sequence: EngineSequence) -> tuple[int, int]:
         length, crc = self._checksums.get(sequence.key, (0, 0))

@@ -1,4 +1,8 @@
-"""The step loop: take what the parent said, plan, run, book, report.
+"""The step loop: take what the parent said, plan, launch, book, report.
+
+Where the runner allows it, a step is planned and launched while the one before it is still computed, so that a device
+does not wait for its host. What the parent says then meets a step on its way: it is applied at once to what is planned
+next, and acknowledged when no step on its way was planned without it.
 
 It knows the pipe's messages and the scheduler, and reaches the model through the Runner protocol alone. What is wrong
 with one request is answered to that request; what goes wrong in a step is nobody's fault in particular, and ends the
@@ -7,6 +11,7 @@ loop with its exception.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -40,14 +45,30 @@ from .sequence import Scheduled, Sequence, SequenceSampling
 _INTEGERS: Final = ("max_tokens", "top_k", "seed")
 
 
+class Launched(Protocol):
+    """A step on its way."""
+
+    def tokens(self) -> list[int]:
+        """Wait for it; one sampled token id for each of the scheduled that `samples`, in order. Called once."""
+        ...
+
+
 class Runner(Protocol):
     """A loaded model over its KV pool. `facts` name the pool's size and the limits of a step."""
 
     @property
     def facts(self) -> Ready: ...
 
-    def step(self, scheduled: Seq[Scheduled]) -> list[int]:
-        """Compute the step; one sampled token id for each of `scheduled` that `samples`, in order."""
+    @property
+    def lookahead(self) -> int:
+        """Steps that may be launched before the tokens of the step ahead of them are known: 0 or 1."""
+        ...
+
+    def launch(self, scheduled: Seq[Scheduled]) -> Launched:
+        """Begin to compute a step. Steps run, and their tokens are asked for, in the order in which they are launched.
+
+        A sequence whose last token is pending was sampled for in the step launched before this one.
+        """
         ...
 
 
@@ -63,6 +84,9 @@ class EngineCore:
         self._inbox = inbox
         self._send = send
         self._num_steps = 0
+        self._in_flight: deque[tuple[list[Scheduled], Launched]] = deque()
+        #: What is to be acknowledged, with the number of steps that must be booked before.
+        self._acknowledgements: deque[tuple[int, Abort | Pause]] = deque()
         self._facts = runner.facts
         self.scheduler = Scheduler(
             BlockPool(self._facts.num_blocks, self._facts.block_size),
@@ -75,11 +99,24 @@ class EngineCore:
         while self._apply_inbox():
             if outputs := self.step():
                 self._send(Step([[*output] for output in outputs], self._stats()))
+            self._acknowledge()
 
     def step(self) -> list[Output]:
-        """Plan, run and book one step."""
-        scheduled = self.scheduler.schedule()
-        sampled = self._runner.step(scheduled)
+        """Launch a step, and book as many as the runner's lookahead leaves; what was booked."""
+        outputs: list[Output] = []
+        while (scheduled := self.scheduler.schedule()) is None:
+            outputs += self._book()
+        if scheduled:
+            self._in_flight.append((scheduled, self._runner.launch(scheduled)))
+        # Where nothing could be planned, what is on its way is all that can change that.
+        ahead = self._runner.lookahead if scheduled else 0
+        while len(self._in_flight) > ahead:
+            outputs += self._book()
+        return outputs
+
+    def _book(self) -> list[Output]:
+        scheduled, launched = self._in_flight.popleft()
+        sampled = launched.tokens()
         self._num_steps += 1
         return self.scheduler.update(scheduled, sampled)
 
@@ -91,7 +128,7 @@ class EngineCore:
         """Apply every message that has arrived; wait for one only where no step could run. False after Stop."""
         while True:
             try:
-                message = self._inbox.get(block=not self.scheduler.has_work)
+                message = self._inbox.get(block=not (self.scheduler.has_work or self._in_flight))
             except Empty:
                 return True
             if isinstance(message, Stop):
@@ -107,10 +144,10 @@ class EngineCore:
                     self._send(Refused(key, str(exc), invalid=True))
             case Abort(key):
                 self.scheduler.abort(key)
-                self._send(Freed(key, self._stats()))
+                self._acknowledge_later(message)
             case Pause(key):
                 self.scheduler.pause(key)
-                self._send(Paused(key))
+                self._acknowledge_later(message)
             case Resume(key):
                 self.scheduler.resume(key)
             case Ping():
@@ -119,6 +156,17 @@ class EngineCore:
                 raise message
             case _:
                 raise PipeError(f"not a message to the engine's process: {type(message).__name__}")
+
+    def _acknowledge_later(self, message: Abort | Pause) -> None:
+        """When the steps that are on their way now are booked: at once where there are none."""
+        self._acknowledgements.append((self._num_steps + len(self._in_flight), message))
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        while self._acknowledgements and self._acknowledgements[0][0] <= self._num_steps:
+            _, message = self._acknowledgements.popleft()
+            is_abort = isinstance(message, Abort)
+            self._send(Freed(message.key, self._stats()) if is_abort else Paused(message.key))
 
     def _stats(self) -> Stats:
         return Stats(

@@ -3,7 +3,11 @@
 The order rule is first come, first served. In a step, sequences that decode come first, then prefills in chunks, in
 order of arrival, under one budget of tokens. The head of the waiting line waits for its blocks and nobody overtakes
 it. When the pool runs out, the newest running sequence gives its blocks back and is computed again later; what it has
-generated stays. Plain Python: it knows neither tensors, nor text, nor the pipe.
+generated stays.
+
+Steps may be planned before the one ahead of them is booked: what a step on its way samples counts as a token that is
+there, whose id nobody here needs. Blocks that such a step uses are given back when it is booked, whatever ends the
+sequence meanwhile. Plain Python: it knows neither tensors, nor text, nor the pipe.
 """
 
 from __future__ import annotations
@@ -46,21 +50,30 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._paused: list[Sequence] = []
+        self._ended: list[Sequence] = []
+        self._steps_in_flight = 0
         self._arrivals = count()
 
     @property
     def has_work(self) -> bool:
-        """True if a step has something to compute: then `schedule` never answers an empty plan."""
+        """True if a step has something to compute, or will have when those on their way are booked.
+
+        With none on its way `schedule` then never answers an empty plan.
+        """
         return bool(self._running or self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks, the paused ones among them."""
-        return len(self._running) + sum(1 for sequence in self._paused if sequence.block_table)
+        """Sequences that hold blocks, the paused and the ended ones among them."""
+        return self._num_alive_running + len(self._ended)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._sequences) - self.num_running
+        return len(self._sequences) - self._num_alive_running
+
+    @property
+    def _num_alive_running(self) -> int:
+        return len(self._running) + sum(1 for sequence in self._paused if sequence.block_table)
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence at the end of the line.
@@ -80,7 +93,10 @@ class Scheduler:
         self._enter_line(sequence, SequenceState.WAITING)
 
     def abort(self, key: int) -> bool:
-        """Forget a sequence, in whatever state, and free its blocks now. False if there is none of that key."""
+        """Forget a sequence, in whatever state. False if there is none of that key.
+
+        Its blocks are free now, or when the last step that uses them is booked.
+        """
         sequence = self._sequences.get(key)
         if sequence is None:
             return False
@@ -101,10 +117,26 @@ class Scheduler:
             self._leave_line(sequence)
             self._enter_line(sequence, SequenceState.RUNNING if sequence.block_table else SequenceState.WAITING)
 
-    def schedule(self) -> list[Scheduled]:
-        """Plan one step and give its sequences the blocks that it writes into."""
+    def schedule(self) -> list[Scheduled] | None:
+        """Plan one step and give its sequences the blocks that it writes into; it counts as launched.
+
+        None where a sequence would have to give up its blocks while steps are on their way: book those first.
+        """
         plan = _Plan(self._max_num_batched_tokens)
-        taking_part = self._running[: self._max_num_seqs]
+        try:
+            self._fill(plan)
+        except _StepsInFlight:
+            return None
+        if plan.scheduled:
+            self._steps_in_flight += 1
+        for each in plan.scheduled:
+            each.sequence.num_steps_in_flight += 1
+            each.sequence.num_computed_tokens += each.num_query_tokens
+            each.sequence.num_pending_tokens += each.samples
+        return plan.scheduled
+
+    def _fill(self, plan: _Plan) -> None:
+        taking_part = [each for each in self._running[: self._max_num_seqs] if not each.awaits_its_last_token]
         decodes = [sequence for sequence in taking_part if sequence.num_uncomputed_tokens == 1]
         prefills = [sequence for sequence in taking_part if sequence.num_uncomputed_tokens > 1]
         for sequence in (*decodes, *prefills):
@@ -113,20 +145,24 @@ class Scheduler:
                 plan.add(sequence)
         while plan.budget and (admitted := self._admit_head()) is not None:
             plan.add(admitted)
-        return plan.scheduled
 
     def update(self, scheduled: Seq[Scheduled], sampled: Seq[int]) -> list[Output]:
         """Book a step that has run: `sampled` has one token for each that `samples`, in order.
 
-        A sequence that was aborted since it was scheduled is left out.
+        Steps are booked in the order in which they were scheduled. A sequence that has ended since is left out.
         """
+        self._steps_in_flight -= 1
         sampling = [each.sequence for each in scheduled if each.samples]
         for each in scheduled:
-            each.sequence.num_computed_tokens += each.num_query_tokens
+            each.sequence.num_steps_in_flight -= 1
+            each.sequence.num_pending_tokens -= each.samples
+            if each.sequence.state is SequenceState.ENDED and not each.sequence.num_steps_in_flight:
+                self._ended.remove(each.sequence)
+                self._release_blocks(each.sequence)
         return [
             self._append(sequence, token_id)
             for sequence, token_id in zip(sampling, sampled, strict=True)
-            if self._sequences.get(sequence.key) is sequence
+            if sequence.state is not SequenceState.ENDED
         ]
 
     def _append(self, sequence: Sequence, token_id: int) -> Output:
@@ -180,7 +216,12 @@ class Scheduler:
         return next((sequence for sequence in reversed(self._paused) if sequence.block_table), None)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks. It is computed again from its first token; a paused one stays paused."""
+        """Take a sequence's blocks. It is computed again from its first token; a paused one stays paused.
+
+        Raises _StepsInFlight: they may use these blocks, and what they end may make it unnecessary.
+        """
+        if self._steps_in_flight:
+            raise _StepsInFlight
         self.num_preemptions += 1
         self._release_blocks(sequence)
         sequence.num_computed_tokens = 0
@@ -196,6 +237,8 @@ class Scheduler:
                 return self._running
             case SequenceState.PAUSED:
                 return self._paused
+            case SequenceState.ENDED:
+                return self._ended
 
     def _enter_line(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
@@ -205,13 +248,21 @@ class Scheduler:
         self._line(sequence.state).remove(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        self._leave_line(sequence)
-        self._release_blocks(sequence)
         del self._sequences[sequence.key]
+        self._leave_line(sequence)
+        if sequence.num_steps_in_flight:
+            self._enter_line(sequence, SequenceState.ENDED)
+        else:
+            sequence.state = SequenceState.ENDED
+            self._release_blocks(sequence)
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_table)
         sequence.block_table.clear()
+
+
+class _StepsInFlight(Exception):
+    """A sequence's blocks are wanted, and steps that may use them have not been booked."""
 
 
 class _Plan:

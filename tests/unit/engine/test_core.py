@@ -6,6 +6,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from support.core_loop import GREEDY, Loop, add, run
 from support.oracle import EOS_TOKEN_ID, VOCAB_SIZE, OracleRunner, answer, facts
 
 from inferq.engine.core import EngineCore, sequence_from
@@ -20,65 +21,12 @@ from inferq.engine.pipe import (
     Ping,
     PipeError,
     Pong,
-    Ready,
     Refused,
     Resume,
     Step,
     Stop,
     Up,
 )
-
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-class Inbox(SimpleQueue):  # type: ignore[type-arg]
-    """What arrives only when the core has nothing to run is in `when_idle`; after it comes Stop."""
-
-    def __init__(self) -> None:
-        self.when_idle: list[Down] = []
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if block and self.empty():
-            return self.when_idle.pop(0) if self.when_idle else Stop()
-        return super().get(block=block)
-
-
-class Loop:
-    """A core whose parent speaks at set steps: `script` maps a step's number to what arrives while it runs."""
-
-    def __init__(self, limits: Ready, script: dict[int, list[Down | PipeError]]) -> None:
-        self.inbox = Inbox()
-        self.sent: list[Up] = []
-        self.used_blocks: list[int] = []
-        self._script = dict(script)
-        self.runner = OracleRunner(limits, before_step=self._arrive)
-        self.core = EngineCore(self.runner, self.inbox, self.sent.append)
-
-    def run(self, *first: Down | PipeError) -> None:
-        for message in first:
-            self.inbox.put(message)
-        self.core.run()
-
-    def _arrive(self, number: int) -> None:
-        self.used_blocks.append(self.core.scheduler.pool.num_used)
-        for message in self._script.pop(number, []):
-            self.inbox.put(message)
-
-    def tokens(self, key: int) -> list[int]:
-        return [t for step in self.all(Step) for out in step.outputs if out[0] == key for t in out[1]]
-
-    def all(self, kind: type[Any]) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-
-def add(key: int, prompt: list[int], max_tokens: int | None = None, **sampling: Any) -> Add:
-    return Add(key, prompt, {**GREEDY, "max_tokens": max_tokens, **sampling})
-
-
-def run(*messages: Down, script: dict[int, list[Down | PipeError]] | None = None, **limits: int) -> Loop:
-    loop = Loop(facts(**limits), script or {})
-    loop.run(*messages)
-    return loop
 
 
 def test_a_request_gets_its_tokens_and_its_reason_one_step_message_a_step() -> None:

@@ -1,4 +1,7 @@
-"""The scheduler under everything at once: random requests, pools, budgets, aborts, pauses, and an oracle's KV cache."""
+"""The scheduler under everything at once: random requests, pools, budgets, aborts, pauses, and an oracle's KV cache.
+
+With a lookahead, steps are planned while the one before them is on its way, and run as late as they may.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.oracle import VOCAB_SIZE, OracleRunner, answer, facts
+from support.oracle import VOCAB_SIZE, OracleRunner, OracleStep, answer, facts
 
 from inferq.engine.blocks import BlockPool
 from inferq.engine.errors import InvalidRequestError
@@ -40,16 +43,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, Sequence] = {}
+        self.everybody: list[Sequence] = []
         self.prompts: dict[int, list[int]] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
-        self.in_flight: tuple[list[Scheduled], list[int]] | None = None
+        self.in_flight: list[tuple[list[Scheduled], OracleStep]] = []
         self.keys = itertools.count()
 
-    @initialize(limits=_LIMITS)
-    def start(self, limits: Ready) -> None:
+    @initialize(limits=_LIMITS, lookahead=st.integers(0, 1))
+    def start(self, limits: Ready, lookahead: int) -> None:
         self.limits = limits
-        self.runner = OracleRunner(limits)
+        self.runner = OracleRunner(limits, lookahead=lookahead)
         self.scheduler = _scheduler(limits)
         self.pool = self.scheduler.pool
 
@@ -66,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert len(prompt) + max_tokens - 1 <= capacity
             self.alive[key], self.prompts[key], self.outputs[key] = sequence, prompt, []
+            self.everybody.append(sequence)
 
     @rule(data=st.data(), what=st.sampled_from(["abort", "pause", "pause", "resume", "resume"]))
     def say(self, data: st.DataObject, what: str) -> None:
@@ -76,30 +81,37 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        """Plan and run a step, and leave room for what comes before it is booked."""
-        if self.in_flight is None and self.scheduler.has_work:
-            scheduled = self.scheduler.schedule()
-            assert scheduled, "there was work, and none was planned"
-            assert all(self.alive[each.sequence.key] is each.sequence for each in scheduled)
-            assert all(each.sequence.state is SequenceState.RUNNING for each in scheduled)
-            self.in_flight = scheduled, self.runner.step(scheduled)
+        """Plan and launch a step, and leave room for what comes before it is booked."""
+        if len(self.in_flight) > self.runner.lookahead or not self.scheduler.has_work:
+            return
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            assert self.in_flight, "there was work, nothing was on its way, and none was planned"
+            return
+        assert all(self.alive[each.sequence.key] is each.sequence for each in scheduled)
+        assert all(each.sequence.state is SequenceState.RUNNING for each in scheduled)
+        # The last token's KV entry is of no use to anybody.
+        assert all(each.start + each.num_query_tokens < each.sequence.max_num_tokens for each in scheduled)
+        self.in_flight.append((scheduled, self.runner.launch(scheduled)))
 
     @rule()
     def book(self) -> None:
-        if self.in_flight is None:
+        if not self.in_flight:
             return
-        for key, token_ids, finish_reason in self.scheduler.update(*self.in_flight):
+        scheduled, step = self.in_flight.pop(0)
+        for key, token_ids, finish_reason in self.scheduler.update(scheduled, step.tokens()):
             assert key not in self.ended
             self.outputs[key] += token_ids
             if finish_reason is not None:
                 self.ended[key] = finish_reason.value
                 self._check_answer(self.alive.pop(key))
-        self.in_flight = None
 
-    @rule(count=st.integers(1, 6))
-    def steps(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), ahead=st.booleans())
+    def steps(self, count: int, ahead: bool) -> None:
         for _ in range(count):
             self.launch()
+            if ahead:
+                self.launch()
             self.book()
 
     def _check_answer(self, sequence: Sequence) -> None:
@@ -111,9 +123,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_are_conserved_and_nobody_shares_one(self) -> None:
         if not hasattr(self, "pool"):
             return
-        held = [block for sequence in self.alive.values() for block in sequence.block_table]
+        held = [block for sequence in self.everybody for block in sequence.block_table]
         assert len(held) == len(set(held)) == self.pool.num_used
         assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
+
+    @invariant()
+    def a_step_on_its_way_keeps_its_blocks(self) -> None:
+        for scheduled, step in self.in_flight:
+            for each, part in zip(scheduled, step.parts, strict=True):
+                assert each.sequence.block_table[: len(part.table)] == part.table
+        if hasattr(self, "pool") and not self.in_flight:
+            assert all(key in self.alive for key in (s.key for s in self.everybody if s.block_table))
 
     @invariant()
     def states_say_who_holds_blocks(self) -> None:
@@ -125,14 +145,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.state is not SequenceState.PAUSED:
                 assert bool(held) == (sequence.state is SequenceState.RUNNING)
         holders = sum(1 for sequence in self.alive.values() if sequence.block_table)
-        assert self.scheduler.num_running == holders
+        ending = sum(1 for sequence in self.everybody if sequence.state is SequenceState.ENDED and sequence.block_table)
+        assert self.scheduler.num_running == holders + ending
         assert self.scheduler.num_waiting == len(self.alive) - holders
 
     def teardown(self) -> None:
         """All ends well: resumed, everybody gets its answer, and nothing is held."""
         if not hasattr(self, "pool"):
             return
-        self.book()
         for key in self.prompts:
             self.scheduler.resume(key)
         # Each step adds at least one token's KV entry; recomputation takes a few times as many.
@@ -140,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(bound):
             self.launch()
             self.book()
+        self.book()
         assert not self.alive
         assert not self.scheduler.has_work
         assert (self.pool.num_used, self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0, 0)
