@@ -1,127 +1,229 @@
-"""One step's work as flat arrays: what the model runner and the attention backend read.
+"""One step's work as flat arrays: what the model runner, the attention backend and the sampler read.
 
-The arrays are allocated once, at their largest, and filled anew for each step, so that a step allocates nothing and
-a captured graph would find them where they were. Knows sequences and block ids; knows no model and no cache.
+The arrays are allocated once, at their largest, and filled anew for each step, so that a step allocates nothing and a
+captured graph finds them where they were. Knows sequences and block ids; knows no model and no cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Final
 
 import numpy as np
 import torch
 
-from .sequence import Scheduled
+from .sequence import Scheduled, SequenceSampling
+from .step_buffers import Shapes, StepBuffers
 
-_LONG: Final = ("input_ids", "positions", "slot_mapping")
-_SEQ: Final = ("query_lens", "seq_lens")
+#: What a row of padding is sampled with: greedily, from logits that nobody looks at.
+_PADDING: Final = SequenceSampling(max_tokens=1, temperature=0.0)
 
 
 class StepBatch:
     """The scheduled tokens of all sequences behind one another, in the order of `fill`'s argument.
 
     For each token: `input_ids`, `positions` in its sequence, and `slot_mapping`, its place in the cache (block id
-    times block size, plus the offset in the block); all int64 [tokens]. For each sequence: `query_lens`, its tokens in
-    this step, and `seq_lens`, its tokens up to the end of this step; int32 [sequences]; `block_tables` int32
-    [sequences, blocks], of which a row's first ceil(seq_len / block_size) entries mean something. `sample_rows` int64
-    [samples] are the tokens after which a token is to be sampled.
+    times block size, plus the offset in the block; -1 in a row of padding); all int64 [tokens].
+
+    For each sequence: `query_lens`, its tokens in this step, and `seq_lens`, its tokens up to the end of this step (0
+    in a row of padding); int32 [sequences]; `query_starts` int32 [sequences + 1], the sums of the query lengths before
+    each and of all; `block_tables` int32 [sequences, blocks], of which a row's first ceil(seq_len / block_size) entries
+    mean something.
+
+    For each token that is to be sampled: `sample_rows` int64, the token after which it comes; `sample_positions` int64,
+    where in its sequence it will stand; `temperature` float32 (0 is greedy), `top_k` int64 (0 is off), `top_p` float64
+    (1 is off), `seeds` int64; and `sampled` int64, where the sampler puts it. All are [samples].
     """
 
     def __init__(
         self, *, max_tokens: int, max_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
+        self.max_seqs = max_seqs
         self.device = device
         self.num_tokens = 0
         self.num_seqs = 0
         self.num_samples = 0
+        #: Sequences at the front whose one token is computed.
+        self.num_decodes = 0
         #: Blocks that get their first token in this step: what a former owner left in them must not be read.
         self.new_blocks: list[int] = []
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            **{name: ((max_tokens,), torch.int64) for name in _LONG},
-            **{name: ((max_seqs,), torch.int32) for name in _SEQ},
-            "sample_rows": ((max_seqs,), torch.int64),
+        #: How each token is to be sampled, for a sampler that runs on the host.
+        self.samplings: list[SequenceSampling] = []
+        tokens, seqs = (max_tokens,), (max_seqs,)
+        shapes: Shapes = {
+            "input_ids": (tokens, torch.int64),
+            "positions": (tokens, torch.int64),
+            "slot_mapping": (tokens, torch.int64),
+            "query_lens": (seqs, torch.int32),
+            "seq_lens": (seqs, torch.int32),
+            "query_starts": ((max_seqs + 1,), torch.int32),
+            "sample_rows": (seqs, torch.int64),
+            "sample_positions": (seqs, torch.int64),
+            "temperature": (seqs, torch.float32),
+            "top_k": (seqs, torch.int64),
+            "top_p": (seqs, torch.float64),
+            "seeds": (seqs, torch.int64),
+            "pending_tokens": (seqs, torch.int64),
+            "pending_rows": (seqs, torch.int64),
+            # Last: the rows that are not used need not be copied.
             "block_tables": ((max_seqs, -(-max_model_len // block_size)), torch.int32),
         }
-        self._host = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        self._array = {name: tensor.numpy() for name, tensor in self._host.items()}
-        self._device = {name: t.to(device) if device.type != "cpu" else t for name, t in self._host.items()}
+        self._buffers = StepBuffers(shapes, device)
+        self._sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._rows_sampled: dict[int, int] = {}  #: by key, of the step before
 
-    def fill(self, scheduled: Seq[Scheduled]) -> None:
-        """Makes this the batch of `scheduled`. Their block tables already cover the tokens to be computed."""
-        self.new_blocks = []
-        token, samples = 0, 0
-        for row, item in enumerate(scheduled):
-            end = token + item.num_query_tokens
-            self._fill_row(row, token, end, item)
+    def fill(self, scheduled: Seq[Scheduled], rows: int | None = None) -> None:
+        """Makes this the batch of `scheduled`, of whom each decodes where it is to be padded to `rows` sequences.
+
+        Their block tables already cover the tokens to be computed. A token that is pending is the one that the step
+        before this one samples.
+        """
+        array = self._buffers.next_arrays()
+        self.new_blocks, self.samplings = [], []
+        self.num_seqs = 0
+        self.num_tokens = self.num_samples = self.num_decodes = 0
+        array["query_starts"][0] = 0
+        pending: list[tuple[int, int]] = []
+        rows_sampled: dict[int, int] = {}
+        for item in scheduled:
+            end = self.num_tokens + item.num_query_tokens
+            if self._fill_tokens(array, self.num_tokens, end, item):
+                pending.append((end - 1, self._rows_sampled[item.sequence.key]))
             if item.samples:
-                self._array["sample_rows"][samples] = end - 1
-                samples += 1
-            token = end
-        self.num_tokens, self.num_seqs, self.num_samples = token, len(scheduled), samples
-        self._copy_to_device()
+                rows_sampled[item.sequence.key] = self.num_samples
+                self._add_sample(array, item.sequence.sampling, end - 1, item.start + item.num_query_tokens)
+            self._end_row(array, item.num_query_tokens, item.start + item.num_query_tokens)
+        for _ in range(len(scheduled), rows or 0):
+            self._fill_padding(array)
+        self._rows_sampled = rows_sampled
+        if pending:
+            array["pending_tokens"][: len(pending)], array["pending_rows"][: len(pending)] = zip(*pending, strict=True)
+        self._buffers.send(self.num_seqs)
+        if pending:
+            # On the device, behind the step that samples them.
+            tokens, rows_of = (self._buffers.device[n][: len(pending)] for n in ("pending_tokens", "pending_rows"))
+            self._buffers.device["input_ids"].index_copy_(0, tokens, self._sampled.index_select(0, rows_of))
 
-    def _fill_row(self, row: int, begin: int, end: int, item: Scheduled) -> None:
-        sequence, size, array = item.sequence, self.block_size, self._array
-        start = sequence.num_computed_tokens
+    def _fill_tokens(self, array: Mapping[str, np.ndarray], begin: int, end: int, item: Scheduled) -> bool:
+        """True if the last of these tokens is not known yet."""
+        sequence, size = item.sequence, self.block_size
+        start = item.start
         stop = start + item.num_query_tokens
+        known = sequence.token_ids[start:stop]
         positions = np.arange(start, stop, dtype=np.int64)
         table = np.asarray(sequence.block_table[: -(-stop // size)], dtype=np.int32)
-        array["input_ids"][begin:end] = sequence.token_ids[start:stop]
+        array["input_ids"][begin : begin + len(known)] = known
         array["positions"][begin:end] = positions
         array["slot_mapping"][begin:end] = table[positions // size].astype(np.int64) * size + positions % size
-        array["query_lens"][row] = item.num_query_tokens
-        array["seq_lens"][row] = stop
-        array["block_tables"][row, : len(table)] = table
+        array["block_tables"][self.num_seqs, : len(table)] = table
         first_new = -(-start // size)
         self.new_blocks += table[first_new:].tolist()
+        return len(known) < item.num_query_tokens
 
-    def _copy_to_device(self) -> None:
-        if self.device.type == "cpu":
-            return
-        for name, count in self._counts().items():
-            # Not asynchronous: the next step fills the same host arrays.
-            self._device[name][:count].copy_(self._host[name][:count])
+    def _fill_padding(self, array: Mapping[str, np.ndarray]) -> None:
+        token = self.num_tokens
+        array["input_ids"][token] = array["positions"][token] = 0
+        array["slot_mapping"][token] = -1
+        array["block_tables"][self.num_seqs] = 0
+        self._add_sample(array, _PADDING, token, 0)
+        self._end_row(array, 1, 0)
 
-    def _counts(self) -> dict[str, int]:
-        return {
-            **dict.fromkeys(_LONG, self.num_tokens),
-            **dict.fromkeys(_SEQ, self.num_seqs),
-            "sample_rows": self.num_samples,
-            "block_tables": self.num_seqs,
-        }
+    def _end_row(self, array: Mapping[str, np.ndarray], query_len: int, seq_len: int) -> None:
+        row = self.num_seqs
+        if query_len == 1 and self.num_decodes == row:
+            self.num_decodes += 1
+        self.num_tokens += query_len
+        self.num_seqs += 1
+        array["query_lens"][row] = query_len
+        array["seq_lens"][row] = seq_len
+        array["query_starts"][row + 1] = self.num_tokens
+
+    def _add_sample(
+        self, array: Mapping[str, np.ndarray], sampling: SequenceSampling, token: int, position: int
+    ) -> None:
+        sample = self.num_samples
+        array["sample_rows"][sample] = token
+        array["sample_positions"][sample] = position
+        array["temperature"][sample] = 0 if sampling.is_greedy else sampling.temperature
+        array["top_k"][sample] = sampling.top_k
+        array["top_p"][sample] = sampling.top_p
+        array["seeds"][sample] = sampling.seed
+        self.samplings.append(sampling)
+        self.num_samples += 1
+
+    def _of_tokens(self, name: str) -> torch.Tensor:
+        return self._buffers.device[name][: self.num_tokens]
+
+    def _of_seqs(self, name: str) -> torch.Tensor:
+        return self._buffers.device[name][: self.num_seqs]
+
+    def _of_samples(self, name: str) -> torch.Tensor:
+        return self._buffers.device[name][: self.num_samples]
 
     @property
     def input_ids(self) -> torch.Tensor:
-        return self._device["input_ids"][: self.num_tokens]
+        return self._of_tokens("input_ids")
 
     @property
     def positions(self) -> torch.Tensor:
-        return self._device["positions"][: self.num_tokens]
+        return self._of_tokens("positions")
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        return self._device["slot_mapping"][: self.num_tokens]
+        return self._of_tokens("slot_mapping")
 
     @property
     def query_lens(self) -> torch.Tensor:
-        return self._device["query_lens"][: self.num_seqs]
+        return self._of_seqs("query_lens")
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        return self._device["seq_lens"][: self.num_seqs]
+        return self._of_seqs("seq_lens")
+
+    @property
+    def query_starts(self) -> torch.Tensor:
+        return self._buffers.device["query_starts"][: self.num_seqs + 1]
 
     @property
     def block_tables(self) -> torch.Tensor:
-        return self._device["block_tables"][: self.num_seqs]
+        return self._of_seqs("block_tables")
 
     @property
     def sample_rows(self) -> torch.Tensor:
-        return self._device["sample_rows"][: self.num_samples]
+        return self._of_samples("sample_rows")
+
+    @property
+    def sample_positions(self) -> torch.Tensor:
+        return self._of_samples("sample_positions")
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        return self._of_samples("temperature")
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        return self._of_samples("top_k")
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        return self._of_samples("top_p")
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        return self._of_samples("seeds")
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        return self._sampled[: self.num_samples]
+
+    @property
+    def host_sample_positions(self) -> list[int]:
+        return [int(position) for position in self._buffers.array["sample_positions"][: self.num_samples]]
 
     @property
     def host_lens(self) -> list[tuple[int, int]]:
         """(query length, sequence length) of each sequence, without waiting for the device."""
-        rows = slice(0, self.num_seqs)
-        return list(zip(self._array["query_lens"][rows].tolist(), self._array["seq_lens"][rows].tolist(), strict=True))
+        rows, array = slice(0, self.num_seqs), self._buffers.array
+        return list(zip(array["query_lens"][rows].tolist(), array["seq_lens"][rows].tolist(), strict=True))

@@ -12,9 +12,12 @@ class EngineConfig:
 
     `model` is `demo`, a folder or a Hugging Face id. `dtype` is `auto` (the checkpoint's on CUDA, float32 or bfloat16
     as the CPU computes faster), `float32`, `bfloat16` or `float16`. `kv_cache_bytes` None means: from the memory found
-    free, of which `gpu_memory_utilization` may be used on CUDA. `num_blocks` overrides both. `max_model_len` None
-    means the model's own context. `threads` None means every CPU that the process may use but one: that one is for
-    whoever feeds the engine, since threads of one step that wait for each other are slow when one of them is preempted.
+    free, of which `gpu_memory_utilization` may be used on CUDA. `num_blocks` overrides both. `max_model_len` None means
+    the model's own context. `attention` is `auto` (on CUDA the fastest that can serve the model, measured at the start;
+    else `torch`), `flash`, `triton` or `torch`. `enforce_eager` runs decode steps without CUDA graphs.
+    `async_scheduling` plans a step while the one before it runs; None means: on CUDA. `threads` None means every CPU
+    that the process may use but one: that one is for whoever feeds the engine, since threads of one step that wait for
+    each other are slow when one of them is preempted.
     """
 
     model: str = "demo"
@@ -28,6 +31,8 @@ class EngineConfig:
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     attention: str = "auto"
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
     threads: int | None = None
     trust_remote_code: bool = False
     revision: str | None = None

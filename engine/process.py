@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _load_model(config: EngineConfig, log: LogSink) -> Runner:
-    from .runner import load_runner
+    from .assembly import load_runner
 
     runner: Runner = load_runner(config, log)
     return runner

@@ -17,8 +17,6 @@ import torch
 
 from .sequence import SequenceSampling
 
-#: Below this temperature a choice is greedy: a gap of 0.001 between two logits is already e**100 to 1.
-GREEDY_BELOW: Final = 1e-5
 #: top-k and top-p are looked for among this many most likely tokens first, and in the whole vocabulary if need be.
 SHORTLIST: Final = 1024
 #: Logits worked on at once on a CPU, so that what is between two operations stays in its cache.
@@ -36,8 +34,8 @@ class _Kind(Enum):
     LONG = auto()  #: top-k beyond the shortlist
 
 
-def sample(logits: torch.Tensor, samplings: Seq[SequenceSampling], positions: Seq[int]) -> list[int]:
-    """The chosen token id of each row of `logits` [rows, vocabulary].
+def sample(logits: torch.Tensor, samplings: Seq[SequenceSampling], positions: Seq[int]) -> torch.Tensor:
+    """The chosen token id of each row of `logits` [rows, vocabulary]: int64 [rows].
 
     `positions` are where in its sequence each chosen token will stand. The order of the steps is temperature, top-k,
     top-p. Tokens that tie with the last one kept are kept, but top-k 1 is greedy: of a tie, the first. The choice is
@@ -47,7 +45,7 @@ def sample(logits: torch.Tensor, samplings: Seq[SequenceSampling], positions: Se
     for row, sampling in enumerate(samplings):
         rows_of.setdefault(_kind(sampling, logits.shape[1]), []).append(row)
     if list(rows_of) == [_Kind.GREEDY]:
-        return _tokens(logits.float().argmax(-1))
+        return logits.float().argmax(-1)
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for kind, rows in rows_of.items():
         limit = _CPU_CHUNK if logits.device.type == "cpu" else _CHUNK
@@ -57,15 +55,11 @@ def sample(logits: torch.Tensor, samplings: Seq[SequenceSampling], positions: Se
                 [samplings[row] for row in chunk], [positions[row] for row in chunk], logits.device
             )
             chosen[chunk] = _CHOOSE[kind](logits[chunk].float(), parameters)
-    return _tokens(chosen)
-
-
-def _tokens(chosen: torch.Tensor) -> list[int]:
-    return [int(token) for token in chosen.tolist()]
+    return chosen
 
 
 def _kind(sampling: SequenceSampling, vocabulary: int) -> _Kind:
-    if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
+    if sampling.is_greedy:
         return _Kind.GREEDY
     if 0 < sampling.top_k < vocabulary:
         return _Kind.SHORT if sampling.top_k <= SHORTLIST else _Kind.LONG
@@ -114,8 +108,10 @@ def _short(logits: torch.Tensor, parameters: _Parameters) -> torch.Tensor:
     values, indices = scaled.topk(count)
     floor = _floor(values, scaled, parameters)
     chosen = _choose(values, indices, floor, parameters)
-    # Tokens that tie with the shortlist's last may be outside of it.
-    beyond = (values[:, -1:] >= floor).squeeze(1)
+    # Tokens that tie with the shortlist's last may be outside of it: some that are kept, or some of those that top-k
+    # keeps, by whose sum top-p goes.
+    limited = torch.where(parameters.top_k > 0, _kth(values, parameters), float("inf"))
+    beyond = (values[:, -1:] >= torch.minimum(floor, limited)).squeeze(1)
     if count < logits.shape[1] and bool(beyond.any()):
         chosen[beyond] = _long(logits[beyond], parameters.of_rows(beyond))
     return chosen
@@ -146,13 +142,17 @@ def _floor(values: torch.Tensor, scaled: torch.Tensor, parameters: _Parameters) 
     Top-p keeps the fewest tokens whose probabilities, after top-k, sum up to at least p.
     """
     limited = (parameters.top_k > 0) & (parameters.top_k <= values.shape[1])
-    kth = values.gather(1, (parameters.top_k.clamp(1, values.shape[1]) - 1))
-    floor = torch.where(limited, kth, float("-inf"))
+    floor = torch.where(limited, _kth(values, parameters), float("-inf"))
     weights = values.double().exp().masked_fill(values < floor, 0)
     total = torch.where(limited, weights.sum(-1, keepdim=True), scaled.exp().sum(-1, keepdim=True, dtype=torch.float64))
     before = weights.cumsum(-1) - weights
     last = ((before < parameters.top_p * total) & (weights > 0)).sum(-1, keepdim=True).clamp(min=1) - 1
     return torch.where(parameters.top_p < 1, torch.maximum(floor, values.gather(1, last)), floor)
+
+
+def _kth(values: torch.Tensor, parameters: _Parameters) -> torch.Tensor:
+    """The value that top-k keeps last, [rows, 1]; any where it is off."""
+    return values.gather(1, (parameters.top_k.clamp(1, values.shape[1]) - 1))
 
 
 def _choose(values: torch.Tensor, indices: torch.Tensor, floor: torch.Tensor, parameters: _Parameters) -> torch.Tensor:

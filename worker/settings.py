@@ -75,7 +75,11 @@ class WorkerSettings(BaseSettings):
     # The engine
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type that is computed in")
     device: str = Field("auto", description="auto, cpu, or a CUDA device such as cuda:0")
-    attention: str = Field("auto", description="attention backend")
+    attention: Literal["auto", "flash", "triton", "torch"] = Field("auto", description="attention backend")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    async_scheduling: bool | None = Field(
+        None, description="plan a step while the one before it runs; default: on a CUDA device"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all CPUs but one")
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt + output, in tokens; default: the model's"

@@ -23,7 +23,8 @@ from .interface import AttentionParams, LayerShape
 class ReferenceAttention:
     """An AttentionBackend. `block_size` is in tokens."""
 
-    name = "reference"
+    name = "torch"
+    graph_safe = False
 
     def __init__(self, block_size: int = 32) -> None:
         self.block_size = block_size

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from typing import Any
 
 
 def main() -> None:
@@ -13,16 +14,16 @@ def main() -> None:
     from inferq.engine.runner import ModelRunner
     from inferq.engine.sequence import Scheduled
 
-    compute, poison = ModelRunner.step, int(os.environ["INFERQ_TEST_POISON"])
+    compute, poison = ModelRunner.launch, int(os.environ["INFERQ_TEST_POISON"])
 
-    def step(self: ModelRunner, scheduled: Sequence[Scheduled]) -> list[int]:
+    def launch(self: ModelRunner, scheduled: Sequence[Scheduled]) -> Any:
         if any(poison in item.sequence.token_ids for item in scheduled):
             if os.environ["INFERQ_TEST_HARM"] == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1e6)
         return compute(self, scheduled)
 
-    ModelRunner.step = step  # type: ignore[method-assign]
+    ModelRunner.launch = launch  # type: ignore[method-assign]
     process.main()
 
 

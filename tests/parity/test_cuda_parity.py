@@ -27,7 +27,7 @@ def test_greedy_tokens_equal_transformers(tiny_llama_dir: Path) -> None:
 def test_the_pool_is_sized_from_the_devices_memory(tiny_llama_dir: Path) -> None:
     runner = make_runner(tiny_llama_dir, device="cuda", dtype="auto", num_blocks=None, backend=ReferenceAttention(64))
     assert runner.facts.max_model_len == 256
-    assert runner.num_blocks == runner.facts.max_num_seqs * 256 // 64
+    assert runner.facts.num_blocks == runner.facts.max_num_seqs * 256 // 64
 
 
 def test_random_bits_are_those_of_the_cpu() -> None:

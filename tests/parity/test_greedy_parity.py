@@ -39,9 +39,9 @@ def random_prompt(length: int) -> list[int]:
 PROMPTS = [random_prompt(length) for length in LENGTHS]
 
 
-@pytest.fixture(scope="module")
-def runner(tiny_llama_dir: Path) -> ModelRunner:
-    return make_runner(tiny_llama_dir)
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "looking ahead"])
+def runner(tiny_llama_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
+    return make_runner(tiny_llama_dir, async_scheduling=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,14 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runner(tiny_llama_dir: Path) -> ModelRunner:
-    return make_runner(tiny_llama_dir)
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "looking ahead"])
+def runner(tiny_llama_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
+    return make_runner(tiny_llama_dir, async_scheduling=request.param)
 
 
 @pytest.fixture(scope="module")
-def alone(runner: ModelRunner) -> list[list[int]]:
-    return run(runner, PROMPTS, [A, *OTHERS], together=False).outputs
+def alone(tiny_llama_dir: Path) -> list[list[int]]:
+    return run(make_runner(tiny_llama_dir), PROMPTS, [A, *OTHERS], together=False).outputs
 
 
 def test_sampling_is_not_greedy(runner: ModelRunner, alone: list[list[int]]) -> None:

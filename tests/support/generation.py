@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from inferq.engine.assembly import assemble
 from inferq.engine.attention import AttentionBackend
+from inferq.engine.attention.choice import Choice
 from inferq.engine.attention.reference import ReferenceAttention
 from inferq.engine.blocks import BlockPool
 from inferq.engine.config import EngineConfig
+from inferq.engine.core import Launched
 from inferq.engine.model import load_model
 from inferq.engine.runner import ModelRunner
 from inferq.engine.scheduler import Scheduler
-from inferq.engine.sequence import Sequence, SequenceSampling
+from inferq.engine.sequence import Scheduled, Sequence, SequenceSampling
 
 #: Two logits nearer than this are a tie: which is larger is up to the order in which float32 numbers are added.
 NEAR_TIE = 1e-4
+
+
+class Lines:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+
+    def __call__(self, level: str, event: str, **details: Any) -> None:
+        self.events.append((level, event, details))
+
+    def details(self, event: str) -> dict[str, Any]:
+        """Of the one line with that event."""
+        ((_, _, details),) = [line for line in self.events if line[1] == event]
+        return details
 
 
 @dataclass
@@ -36,7 +56,8 @@ def make_runner(
     settings = {"dtype": "float32", "device": "cpu", "num_blocks": 256, "cache_dir": str(folder.parent)} | config
     engine_config = EngineConfig(model=str(folder), **settings)
     loaded = load_model(engine_config, _no_log)
-    return ModelRunner(loaded, backend or ReferenceAttention(block_size), engine_config, _no_log)
+    chosen = Choice(backend or ReferenceAttention(block_size), "the test's")
+    return assemble(loaded, engine_config, _no_log, choose=lambda _: chosen, kernels=None, capture=None)
 
 
 def run(
@@ -54,7 +75,7 @@ def run(
             run(runner, [p], [s], chunk=chunk, num_blocks=num_blocks) for p, s in zip(prompts, samplings, strict=True)
         ]
         return Run([each.outputs[0] for each in runs], sum(r.preemptions for r in runs), sum(r.steps for r in runs))
-    pool = BlockPool(num_blocks or runner.num_blocks, runner.block_size)
+    pool = BlockPool(num_blocks or runner.facts.num_blocks, runner.facts.block_size)
     scheduler = Scheduler(
         pool,
         max_num_seqs=runner.facts.max_num_seqs,
@@ -67,10 +88,15 @@ def run(
     for sequence in sequences:
         scheduler.add(sequence)
     steps = 0
-    while scheduler.has_work:
+    in_flight: deque[tuple[list[Scheduled], Launched]] = deque()
+    while scheduler.has_work or in_flight:
         scheduled = scheduler.schedule()
-        scheduler.update(scheduled, runner.step(scheduled))
-        steps += 1
+        if scheduled:
+            in_flight.append((scheduled, runner.launch(scheduled)))
+            steps += 1
+        while len(in_flight) > (runner.lookahead if scheduled else 0):
+            before, launched = in_flight.popleft()
+            scheduler.update(before, launched.tokens())
     assert pool.num_used == 0
     outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
     return Run(outputs, scheduler.num_preemptions, steps)

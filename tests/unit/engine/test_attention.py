@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferq.engine.attention import AttentionParams, LayerShape, block_bytes, make_backend
+from inferq.engine.attention import AttentionParams, LayerShape, block_bytes
 from inferq.engine.attention.reference import ReferenceAttention
 from inferq.engine.batch import StepBatch
 from inferq.engine.sequence import Scheduled, Sequence, SequenceSampling
@@ -212,9 +212,3 @@ def test_bytes_of_a_block() -> None:
     layers = [LayerShape(3, 64, 64)] * 30
     assert block_bytes(layers, 1, torch.bfloat16) == 23_040
     assert block_bytes([LayerShape(2, 24, 16)], 16, torch.float32) == 16 * 2 * (24 + 16) * 4
-
-
-def test_backends_by_name() -> None:
-    assert make_backend("auto").name == make_backend("reference").name == "reference"
-    with pytest.raises(ValueError, match=r"no attention backend 'flash'; there are: auto, reference"):
-        make_backend("flash")

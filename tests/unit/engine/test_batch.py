@@ -84,3 +84,71 @@ def test_each_block_is_new_exactly_once_whatever_the_chunks(batch: StepBatch) ->
             seen += batch.new_blocks
             one.num_computed_tokens += count
         assert seen == table
+
+
+def decoding(key: int, length: int, table: list[int], **sampling: object) -> Sequence:
+    settings = SequenceSampling(max_tokens=9, **sampling)
+    return Sequence(key, list(range(length)), length, settings, num_computed_tokens=length - 1, block_table=table)
+
+
+def test_padding_rows_decode_nothing_into_nowhere(batch: StepBatch) -> None:
+    batch.fill([Scheduled(sequence(0, list(range(20)), 0, [0, 1, 2, 3, 4]), 20)] * 3)  # what was there before
+    batch.fill([Scheduled(decoding(7, 6, [3, 8], temperature=0.5, seed=-4), 1)], rows=3)
+    assert (batch.num_seqs, batch.num_tokens, batch.num_decodes, batch.num_samples) == (3, 3, 3, 3)
+    assert batch.input_ids.tolist() == [5, 0, 0]
+    assert batch.positions.tolist() == [5, 0, 0]
+    assert batch.slot_mapping.tolist() == [33, -1, -1]
+    assert batch.seq_lens.tolist() == [6, 0, 0]
+    assert batch.query_starts.tolist() == [0, 1, 2, 3]
+    assert batch.block_tables[1:].count_nonzero() == 0
+    assert batch.sample_rows.tolist() == [0, 1, 2]
+    assert batch.temperature.tolist() == [0.5, 0, 0]
+    assert batch.sample_positions.tolist() == [6, 0, 0]
+    assert batch.seeds.tolist() == [-4, 0, 0]
+
+
+def test_a_batch_of_padding_alone(batch: StepBatch) -> None:
+    batch.fill([], rows=4)
+    assert batch.slot_mapping.tolist() == [-1] * 4
+    assert batch.seq_lens.tolist() == [0] * 4
+
+
+def test_each_sample_has_its_own_sampling(batch: StepBatch) -> None:
+    greedy = Scheduled(decoding(0, 2, [0], temperature=1e-6, top_k=3), 1)
+    first = Scheduled(decoding(1, 3, [1], temperature=2.0, top_k=1), 1)
+    chunk = Scheduled(sequence(2, list(range(9)), 0, [2, 3, 4]), 5)
+    nucleus = Scheduled(decoding(3, 5, [5, 6], temperature=0.25, top_k=7, top_p=0.9, seed=2**63 - 1), 1)
+    batch.fill([greedy, first, chunk, nucleus])
+    assert batch.num_decodes == 2
+    assert batch.sample_rows.tolist() == [0, 1, 7]
+    assert batch.temperature.tolist() == [0, 0, 0.25]
+    assert (batch.top_k.tolist()[2], batch.top_p.tolist()[2], batch.seeds.tolist()[2]) == (7, 0.9, 2**63 - 1)
+    assert batch.sample_positions.tolist() == batch.host_sample_positions == [2, 3, 5]
+    assert [each.top_k for each in batch.samplings] == [3, 1, 7]
+
+
+def test_a_pending_token_is_the_one_that_the_step_before_samples(batch: StepBatch) -> None:
+    """Of three that the step before samples for, two go on, in another order, beside one that it did not have."""
+    before = [decoding(key, 4 + key, [key, key + 10]) for key in range(3)]
+    batch.fill([Scheduled(each, 1) for each in before])
+    batch.sampled.copy_(torch.tensor([100, 101, 102]))
+    for each in before:
+        each.num_computed_tokens += 1
+        each.num_pending_tokens += 1
+    batch.fill([Scheduled(before[2], 1), Scheduled(decoding(9, 2, [7]), 1), Scheduled(before[0], 1)], rows=4)
+    assert batch.input_ids.tolist() == [102, 1, 100, 0]
+    assert batch.positions.tolist() == [6, 1, 4, 0]
+    assert batch.sample_positions.tolist() == [7, 2, 5, 0]
+
+
+def test_the_arrays_stay_where_they_are_and_begin_at_multiples_of_16_bytes(batch: StepBatch) -> None:
+    names = [name for name, value in vars(StepBatch).items() if isinstance(value, property) and "host" not in name]
+
+    def addresses() -> dict[str, int]:
+        return {name: getattr(batch, name).data_ptr() for name in names}
+
+    batch.fill([], rows=4)
+    first = addresses()
+    batch.fill([Scheduled(sequence(0, list(range(20)), 0, [0, 1, 2, 3, 4]), 20)])
+    assert addresses() == first
+    assert all(address % 16 == 0 for address in first.values())

@@ -14,10 +14,10 @@ from support.models import save_tiny_model
 from transformers import AutoConfig
 
 from inferq.engine import model as loading
+from inferq.engine.assembly import load_runner
 from inferq.engine.config import EngineConfig
 from inferq.engine.errors import ModelLoadError
 from inferq.engine.model import LoadedModel, choose_device, choose_dtype, load_model
-from inferq.engine.runner import load_runner
 
 CPU = torch.device("cpu")
 
@@ -172,7 +172,7 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"avx2": True}, torch.float32),
         ({}, torch.float32),
     ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=flags: flags)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=flags: flags, raising=False)
         assert choose_dtype("auto", CPU, config) == expected
     with pytest.raises(ModelLoadError, match=r"dtype must be auto, float32, bfloat16, float16, not 'int8'"):
         choose_dtype("int8", CPU, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence as Seq
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferq.engine import sampler
-from inferq.engine.sampler import sample
 from inferq.engine.sequence import SequenceSampling
 
 U64 = 2**64
@@ -20,6 +20,10 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 def params(**fields: object) -> SequenceSampling:
     return SequenceSampling(max_tokens=1, **fields)
+
+
+def sample(rows: torch.Tensor, requests: Seq[SequenceSampling], positions: Seq[int]) -> list[int]:
+    return sampler.sample(rows, requests, positions).tolist()
 
 
 def logits(rows: int, vocabulary: int, *, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -206,3 +210,13 @@ def test_what_leaves_one_token_is_greedy(fields: dict[str, float]) -> None:
 def test_bfloat16_logits_are_compared_as_they_are() -> None:
     rows = logits(8, 500, seed=6).bfloat16()
     assert sample(rows, [params(temperature=0.0)] * 8, [0] * 8) == rows.float().argmax(-1).tolist()
+
+
+def test_ties_with_the_last_of_top_k_beyond_the_shortlist_count_in_top_p() -> None:
+    """One token of weight 1, and 4,999 that tie: top-k 3 keeps them all, and top-p goes by the sum of them all."""
+    row = torch.full((1, 5000), -5.0)
+    row[0, 17] = 0.0
+    requests = [params(top_k=3, top_p=0.12, seed=seed) for seed in range(60)]
+    chosen = sample(row.expand(60, -1), requests, [0] * 60)
+    # The first one's share is 1 in 34.7, less than top_p: the others are kept too, and are likelier all together.
+    assert len(set(chosen)) > 40

@@ -1,0 +1,80 @@
+"""How many blocks the KV cache has, from what is asked for and from the memory that is there.
+
+On a CUDA device: what is free once the model is loaded, less what the largest step takes beside weights and cache,
+which is measured. Every way in which memory does not suffice is a ModelLoadError that says what to lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from inferq.cuda.memory import MemoryShortageError, cuda_kv_bytes, host_kv_bytes, num_blocks_for
+
+from .assets import first_line
+from .attention import LayerShape, block_bytes
+from .config import EngineConfig
+from .errors import ModelLoadError
+
+#: A pool found from free memory holds a sequence of this many tokens at least, or of the model's context.
+MIN_POOL_TOKENS: Final = 256
+
+
+def pool_blocks(
+    layers: Seq[LayerShape],
+    config: EngineConfig,
+    *,
+    block_size: int,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    largest_steps: Seq[Callable[[], None]],
+) -> int:
+    """How many blocks of `block_size` tokens the cache has.
+
+    `largest_steps` each run a step of the largest size that there can be: of prompts, and of decodes.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_bytes is not None:
+        budget, advice = config.kv_cache_bytes, "raise kv_cache_bytes"
+    elif device.type == "cuda":
+        # What a graph takes for a decode step is its own: a prompt's step cannot have it in the meantime.
+        activations = sum(_peak_bytes(step, config, device) for step in largest_steps)
+        budget = cuda_kv_bytes(device, config.gpu_memory_utilization, activation_bytes=activations)
+        advice = "raise gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or max_model_len"
+    else:
+        budget, advice = host_kv_bytes(), "free memory, or take a smaller model or dtype"
+    try:
+        return num_blocks_for(
+            budget,
+            block_bytes(layers, block_size, dtype),
+            min_blocks=-(-min(context, MIN_POOL_TOKENS) // block_size),
+            max_blocks=config.max_num_seqs * -(-context // block_size),
+            advice=advice,
+        )
+    except MemoryShortageError as exc:
+        raise ModelLoadError(str(exc)) from exc
+
+
+def _peak_bytes(step: Callable[[], None], config: EngineConfig, device: torch.device) -> int:
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with memory_for(
+        f"a step: lower max_num_batched_tokens {config.max_num_batched_tokens} or max_num_seqs {config.max_num_seqs}"
+    ):
+        step()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Turns the failure of an allocation, which torch tells in several ways, into a ModelLoadError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as exc:
+        raise ModelLoadError(f"not enough memory for {what}: {first_line(exc)}") from exc
