@@ -16,18 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_trace import prompt_key, read_trace, step_ms
-from harness import (
-    Figure,
-    arguments,
-    cannot_measure,
-    figures_table,
-    machine,
-    percentile,
-    report,
-    require_quiet,
-    scripted,
-    worker,
-)
+from figures import Figure, arguments, cannot_measure, figures_table, machine, percentile, report, require_quiet
+from harness import scripted, worker
 
 from inferq.producer import Delta, Finished, InferenceClient
 

@@ -13,7 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from harness import arguments, machine, report, require_quiet, table
+from figures import arguments, machine, report, require_quiet, table
 from prompts import chats
 
 from inferq.engine import AsyncInferenceEngine, EngineConfig, SamplingParams

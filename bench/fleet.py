@@ -13,19 +13,8 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack
 
-from harness import (
-    Figure,
-    arguments,
-    cannot_measure,
-    figures_table,
-    machine,
-    report,
-    require_quiet,
-    scripted,
-    server,
-    table,
-    worker,
-)
+from figures import Figure, arguments, cannot_measure, figures_table, machine, report, require_quiet, table
+from harness import scripted, server, worker
 
 from inferq.producer import InferenceClient, Started
 

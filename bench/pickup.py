@@ -15,19 +15,8 @@ import time
 
 import psutil
 import redis.asyncio
-from harness import (
-    Figure,
-    Worker,
-    arguments,
-    cannot_measure,
-    figures_table,
-    machine,
-    percentile,
-    report,
-    require_quiet,
-    scripted,
-    worker,
-)
+from figures import Figure, arguments, cannot_measure, figures_table, machine, percentile, report, require_quiet
+from harness import Worker, scripted, worker
 
 from inferq.producer import InferenceClient
 from inferq.producer.contract import Keys

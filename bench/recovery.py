@@ -19,18 +19,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import psutil
-from harness import (
-    Figure,
-    Worker,
-    arguments,
-    cannot_measure,
-    figures_table,
-    machine,
-    report,
-    require_quiet,
-    server,
-    worker,
-)
+from figures import Figure, arguments, cannot_measure, figures_table, machine, report, require_quiet
+from harness import Worker, server, worker
 
 from inferq.producer import Delta, InferenceClient, Started
 

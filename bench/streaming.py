@@ -20,18 +20,8 @@ from pathlib import Path
 
 import psutil
 from engine_trace import prompt_key, read_trace
-from harness import (
-    Figure,
-    arguments,
-    cannot_measure,
-    figures_table,
-    machine,
-    percentile,
-    report,
-    require_quiet,
-    scripted,
-    worker,
-)
+from figures import Figure, arguments, cannot_measure, figures_table, machine, percentile, report, require_quiet
+from harness import scripted, worker
 from prompts import chats
 
 from inferq.engine import AsyncInferenceEngine, EngineConfig, SamplingParams

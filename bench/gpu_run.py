@@ -1,0 +1,294 @@
+"""All parts of the GPU benchmark in their order: what each measures is printed when it is there, and kept for the end.
+
+A part that fails takes nothing from the others. A guard ends the process in time if a call into the driver does not
+come back, with what was measured until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import os
+import platform
+import secrets
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NoReturn
+
+import gpu_bandwidth as bandwidth
+import gpu_decode as decode
+import torch
+from figures import CANNOT_MEASURE, OVER_BUDGET, Figure, figures_table, report
+from gpu_attention_checks import attention_cases
+from gpu_budget import TimeBudget, end_after
+from gpu_card import Card
+from gpu_checks import Case, Check
+from gpu_correctness import checks_table, max_error, run_checks, worst
+from gpu_engine import Generated, KeptGraphs, free, generate, make_runner
+from gpu_graphs import graph_figures, measure_graph
+from gpu_layer_checks import layer_cases
+from gpu_model import build_model, random_prompts
+from gpu_peer import PeerError, attentions, run_peer
+from gpu_shapes import LLAMA_8B, ModelShape
+
+from inferq.engine.runner import ModelRunner
+
+#: Of the time, what is kept for each part.
+SHARES: Final = {"kernels": 0.26, "bandwidth": 0.2, "engine": 0.32, "generate_batch": 0.22}
+#: The part that is not ours: that it takes too long is no fault of ours.
+PEER: Final = "generate_batch"
+#: What it takes at least: a pool of random numbers and one case.
+BANDWIDTH_SECONDS: Final = 10.0
+#: What it takes to make the model and its graphs, and to have `generate_batch` start and generate.
+ENGINE_SECONDS: Final = 30.0
+PEER_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much of what is measured."""
+
+    shape: ModelShape
+    cases: tuple[Case, ...]
+    dtype: torch.dtype = torch.bfloat16
+    batches: tuple[int, ...] = bandwidth.BATCHES
+    contexts: tuple[int, ...] = bandwidth.CONTEXTS
+    decode_batches: tuple[int, ...] = decode.BATCHES
+    prompt_tokens: int = decode.PROMPT_TOKENS
+    new_tokens: int = decode.NEW_TOKENS
+    graph_rows: int = 64
+    peer_requests: int = 64
+    peer_prompt_tokens: int = 256
+    peer_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+FULL: Final = Plan(shape=LLAMA_8B, cases=(*layer_cases(), *attention_cases()))
+QUICK: Final = replace(
+    FULL,
+    batches=bandwidth.QUICK_BATCHES,
+    contexts=bandwidth.QUICK_CONTEXTS,
+    decode_batches=decode.QUICK_BATCHES,
+)
+
+
+def versions() -> str:
+    """Of what the figures depend on."""
+    return ", ".join(
+        f"{name} {version}"
+        for name, version in {
+            "torch": torch.__version__,
+            **{name: _version(name) for name in ("triton", "transformers", "flash-attn")},
+            "CUDA": torch.version.cuda,
+            "Python": platform.python_version(),
+        }.items()
+        if version is not None
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class Run:
+    """One run of the benchmark. `seconds` are left for it."""
+
+    def __init__(self, card: Card, plan: Plan, *, seconds: float) -> None:
+        self._card = card
+        self._plan = plan
+        self._budget = TimeBudget(seconds, {part: share * seconds for part, share in SHARES.items()})
+        self._seed = secrets.randbelow(2**31)
+        self._ceilings: decode.Ceilings | None = None
+        self._generated: Generated | None = None
+        self.keys: dict[str, Any] = {"seed": self._seed, "versions": versions()}
+        self.figures: list[Figure] = []
+        self.wrong: list[str] = []  #: what makes the exit code 1, whatever was asked for
+
+    def guarded(self, args: argparse.Namespace, *, hard_seconds: float) -> NoReturn:
+        """Runs all parts and ends the process: with its code, after `hard_seconds` at the latest."""
+
+        def expire() -> None:
+            if self._budget.part == PEER:
+                self._budget.skip("the rest", "out of time")
+            else:
+                self.wrong.append(f"{self._budget.part}: out of time")
+            code = self.finish(args)
+            sys.stdout.flush()
+            os._exit(code)
+
+        guard = end_after(hard_seconds, expire)
+        self.measure()
+        guard.cancel()
+        raise SystemExit(self.finish(args))
+
+    def measure(self) -> None:
+        for part, measure in {
+            "kernels": self._kernels,
+            "bandwidth": self._bandwidth,
+            "engine": self._engine,
+            PEER: self._peer,
+        }.items():
+            self._budget.begin(part)
+            print(f"\n{part} ({self._budget.left:.0f} s)", flush=True)
+            try:
+                free(self._card)  # what the part before held
+                measure()
+            except Exception:
+                print(traceback.format_exc(), flush=True)
+                self.wrong.append(f"{part}: failed")
+
+    @property
+    def skipped(self) -> list[str]:
+        """What was left out, and why."""
+        return self._budget.skipped
+
+    def finish(self, args: argparse.Namespace) -> int:
+        """Prints what there is at the end; the exit code."""
+        bounded = [figure for figure in self.figures if figure.budget is not None]
+        print(f"\n{figures_table(self.figures)}")
+        lines = [*(f"skipped: {line}" for line in self.skipped), *(f"WRONG: {line}" for line in self.wrong)]
+        print("\n".join(["", *lines]), flush=True)
+        keys = {**self.keys, "skipped": self.skipped, "wrong": self.wrong}
+        try:
+            report(args, keys, self.figures)
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        if self.wrong:
+            return OVER_BUDGET
+        missing = self._wanted_bounds() - len(bounded)
+        if args.check and missing > 0:
+            print(f"{missing} figures that have a bound were not measured", file=sys.stderr)
+            return CANNOT_MEASURE
+        return 0
+
+    def _wanted_bounds(self) -> int:
+        """How many figures with a bound a whole run has: of bandwidth, and the overhead of a graph."""
+        cases = ((batch, context) for batch in self._plan.batches for context in self._plan.contexts)
+        return sum(bandwidth.has_bound(*case) for case in cases) + 1
+
+    def _kernels(self) -> None:
+        checks = run_checks(
+            self._plan.cases, self._budget, device=self._card.device, dtype=self._plan.dtype, seed=self._seed
+        )
+        print(checks_table(checks))
+        self.keys["max_error"] = finite(max_error(checks))
+        self.keys["errors"] = {k: {"error": finite(c.error), "bound": c.bound} for k, c in worst(checks).items()}
+        self.wrong += [_said(check) for check in checks if not check.holds]
+
+    def _bandwidth(self) -> None:
+        plan, card = self._plan, self._card
+        if not self._budget.allows("all of it", BANDWIDTH_SECONDS):
+            return
+        copied, spread = card.copy_bandwidth()
+        self._ceilings = decode.Ceilings(copied, card.matrix_rate(plan.dtype))
+        self.figures += [
+            Figure(f"copy on the device (spread {spread.spread:.1%})", copied / 1e9, "GB/s", digits=0),
+            Figure("matrix product", self._ceilings.flop_per_s / 1e12, "TFLOP/s", digits=0),
+        ]
+        self.keys |= {"copy_gb_s": copied / 1e9, "matrix_tflop_s": self._ceilings.flop_per_s / 1e12}
+        found = bandwidth.kernels(plan.shape, card, self._budget, max_context=max(plan.contexts))
+        measured = bandwidth.measure_all(
+            found, plan.shape, card, self._budget, dtype=plan.dtype, batches=plan.batches, contexts=plan.contexts
+        )
+        print(bandwidth.bandwidth_table(measured, copied))
+        self.figures += bandwidth.share_figures(measured, copied)
+        self.keys["bandwidth_share"] = bandwidth.shares(measured, copied)
+        self.keys["bandwidth_share_of"] = {
+            kernel.name: bandwidth.shares(measured, copied, kernel.name) for kernel in found
+        }
+
+    def _engine(self) -> None:
+        plan = self._plan
+        if self._ceilings is None:
+            self._budget.skip("all of it", "the device's bandwidth was not measured")
+            return
+        if not self._budget.allows("all of it", ENGINE_SECONDS):
+            return
+        context = plan.prompt_tokens + plan.new_tokens
+        model = self._model(context)
+        graphs = KeptGraphs(self._card.recorder(), model, plan.graph_rows)
+        runner = make_runner(model, plan.shape, max_context=context, max_seqs=max(plan.decode_batches), capture=graphs)
+        self._decode(runner, self._ceilings)
+        self._graph(runner, graphs)
+        if self._budget.allows("the prompts that generate_batch gets", PEER_SECONDS / 2):
+            self._generated = run = generate(runner, self._peer_prompts(), plan.new_tokens)
+            self.keys["engine_tok_s"] = run.tokens_per_s
+            self.figures.append(Figure(f"engine, {self._peer_work()}", run.tokens_per_s, "tokens/s", digits=0))
+
+    def _decode(self, runner: ModelRunner, ceilings: decode.Ceilings) -> None:
+        plan = self._plan
+        results = decode.measure_batches(
+            runner,
+            plan.shape,
+            ceilings,
+            self._budget,
+            batches=plan.decode_batches,
+            prompt_tokens=plan.prompt_tokens,
+            new_tokens=plan.new_tokens,
+            seed=self._seed,
+        )
+        print(decode.decode_table(results), flush=True)
+        self.keys["decode"] = {str(r.batch): decode.as_keys(r) for r in results}
+
+    def _graph(self, runner: ModelRunner, graphs: KeptGraphs) -> None:
+        plan = self._plan
+        result = measure_graph(runner, graphs, self._card, rows=plan.graph_rows, context=plan.prompt_tokens)
+        if result is None:
+            self.wrong.append(f"no graph of {plan.graph_rows} rows was recorded")
+            return
+        if result.overhead is None:
+            self._budget.skip("graph overhead", "the profiler saw no kernels")
+        if not result.equal:
+            self.wrong.append("the logits of a replayed decode step are not those of the same step run eagerly")
+        self.figures += graph_figures(result)
+        self.keys |= {"graph_overhead": result.overhead, "graph_equal": result.equal}
+
+    def _peer(self) -> None:
+        plan = self._plan
+        if not self._budget.allows("all of it", PEER_SECONDS):
+            return
+        print(f"{self._peer_work()}; settings {dict(plan.peer_settings) or 'as they come'}", flush=True)
+        model = self._model(plan.prompt_tokens + plan.new_tokens)
+        results: dict[str, float] = {}
+        for attention in attentions():
+            if not self._budget.allows(attention, PEER_SECONDS):
+                continue
+            try:
+                run = run_peer(model, self._peer_prompts(), plan.new_tokens, attention, **plan.peer_settings)
+            except PeerError as exc:
+                self._budget.skip(attention, str(exc))
+                continue
+            results[attention] = run.tokens_per_s
+            self.figures.append(Figure(f"generate_batch, {attention}", run.tokens_per_s, "tokens/s", digits=0))
+            if self._generated is not None:
+                ratio = self._generated.tokens_per_s / run.tokens_per_s
+                self.figures.append(Figure(f"engine against generate_batch, {attention}", ratio, "x"))
+        self.keys["generate_batch_tok_s"] = results
+
+    def _model(self, context: int) -> Any:
+        """The same one for whoever generates."""
+        return build_model(
+            self._plan.shape, max_context=context, device=self._card.device, dtype=self._plan.dtype, seed=self._seed
+        )
+
+    def _peer_prompts(self) -> list[list[int]]:
+        plan = self._plan
+        return random_prompts(plan.peer_requests, plan.peer_prompt_tokens, plan.shape.vocabulary, seed=self._seed)
+
+    def _peer_work(self) -> str:
+        plan = self._plan
+        return f"{plan.peer_requests} prompts of {plan.peer_prompt_tokens} tokens, {plan.new_tokens} new ones each"
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _said(check: Check) -> str:
+    return f"{check.kernel} ({check.case}): error {check.error:.1e}, bound {check.bound:.1e}"
