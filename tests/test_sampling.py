@@ -86,10 +86,15 @@ def test_a_full_run_leaves_nothing_out(suite: Path) -> None:
 
 def test_five_days_running_see_every_slow_test(suite: Path) -> None:
     """From one month to the next too; each day has its own, and what is not slow always runs."""
-    days = [
-        run(suite, "--fifth", f"--sample-seed={day}")[1] for day in (20270130, 20270131, 20270201, 20270202, 20270203)
-    ]
+    dates = (20270130, 20270131, 20270201, 20270202, 20270203)
+    days = [run(suite, "--one-in=5", f"--sample-seed={day}")[1] for day in dates]
     assert set.union(*days) == run(suite, "--full", examples=400)[1]
+    assert set.intersection(*days) == {"test_quick", "test_examples"}
+
+
+def test_a_part_of_a_full_run_is_at_full_size(suite: Path) -> None:
+    days = [run(suite, "--full", "--one-in=2", f"--sample-seed={day}", examples=400)[1] for day in (20270130, 20270131)]
+    assert len(set.union(*days)) == 20 + 2 + 20 + 4
     assert set.intersection(*days) == {"test_quick", "test_examples"}
 
 

@@ -1,9 +1,10 @@
 """Small and full runs of the suite: which slow tests run, how many examples Hypothesis tries, what is skipped.
 
 `pytest` runs a seeded sample of the tests marked `slow`; `pytest --full` runs all of them, and Hypothesis tries more.
-The seed is the day's date, so that a week of runs sees different samples; `--sample-seed` repeats one. `--fifth` runs
-another fifth of them each day, so that five days see all. `slow(family=..., share=...)` puts tests of several files
-into one family, of which a small run picks another share, or none.
+The seed is the day's date, so that a week of runs sees different samples; `--sample-seed` repeats one. `--one-in=N`
+runs another N-th of them each day, so that N days see all; with `--full` too, what it runs is at full size.
+`slow(family=..., share=...)` puts tests of several files into one family, of which a small run picks another share, or
+none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ hypothesis.settings.register_profile("full", max_examples=400, deadline=None, su
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("inferq")
     group.addoption("--full", action="store_true", help="run every slow test, not a sample, and more examples")
-    group.addoption("--fifth", action="store_true", help="run a fifth of the slow tests: another one each day")
+    group.addoption("--one-in", type=int, metavar="N", help="run one in N of the slow tests: others each day")
     group.addoption("--sample-seed", type=int, default=None, help="the seed of the sample (default: today's date)")
 
 
@@ -50,15 +51,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _what_runs(config: pytest.Config) -> str:
+    if (one_in := config.getoption("--one-in")) is not None:
+        return f"slow suites: one in {one_in}, --sample-seed={sample_seed(config)} (all of them: --full alone)"
     if config.getoption("--full"):
         return "slow suites: all of them, at full size"
-    if config.getoption("--fifth"):
-        return f"slow suites: the fifth of --sample-seed={sample_seed(config)} (all of them: --full)"
     return f"slow suites: a sample, --sample-seed={sample_seed(config)} (all of them: --full)"
 
 
-def left_out(items: list[pytest.Item], seed: int, *, fifth: bool = False) -> set[pytest.Item]:
-    """The slow tests that a small run with this seed leaves out, or a run of that day's fifth.
+def left_out(items: list[pytest.Item], seed: int, one_in: int | None = None) -> set[pytest.Item]:
+    """The slow tests that a small run with this seed leaves out, or a run of that day's part.
 
     A family is what the mark names, else the cases of one parametrized test, or the other slow tests of one file.
     """
@@ -72,8 +73,8 @@ def left_out(items: list[pytest.Item], seed: int, *, fifth: bool = False) -> set
     out: set[pytest.Item] = set()
     for key, family in families.items():
         family.sort(key=lambda item: item.nodeid)
-        if fifth:
-            out.update(item for number, item in enumerate(family) if number % 5 != _day(seed) % 5)
+        if one_in is not None:
+            out.update(item for number, item in enumerate(family) if number % one_in != _day(seed) % one_in)
             continue
         keep = max(1, round(len(family) * key[2])) if key[2] else 0
         out.update(random.Random(f"{seed} {key[1]}").sample(family, len(family) - keep))
@@ -92,9 +93,10 @@ def _day(seed: int) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
     named = any("::" in argument for argument in config.args)
-    if config.getoption("--full") or named:
+    one_in = config.getoption("--one-in")
+    if named or (config.getoption("--full") and one_in is None):
         return
-    out = left_out(items, sample_seed(config), fifth=config.getoption("--fifth"))
+    out = left_out(items, sample_seed(config), one_in)
     if out:
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
