@@ -191,7 +191,7 @@ def load(options: argparse.Namespace, trace: Trace | None, log: LogSink) -> Scri
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype="float32",
         device="cpu",
-        attention="scripted",
+        attention=options.attention if config.attention == "auto" else config.attention,
     )
     log("info", "scripted_engine_loaded", step_ms=options.step_ms, tokens_per_step=options.tokens_per_step)
     return ScriptedRunner(options, facts, trace)
@@ -249,6 +249,7 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=32768, help="max_model_len where the configuration names none")
     add("--blocks", type=int, default=16384, help="num_blocks where the configuration names none")
     add("--block-size", type=int, default=16)
+    add("--attention", default="scripted", metavar="NAME", help="what `auto` comes to")
     add("--fail-load", default="", metavar="MESSAGE", help="fail to load")
     add("--refuse-text", default="", metavar="TEXT", help="refuse prompts with this in them")
     add("--exit-code", type=int, default=70, help="of the exits below")

@@ -21,19 +21,26 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # Not the default stream: what other streams do waits for that one, which a recording does not allow. And one
+        # for all recordings: cuBLAS keeps a workspace for each stream that it has seen.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run it a few times, record it, and return what replays it on the current stream."""
+        """Run it a few times, record it, and return what replays it on the current stream.
+
+        Raises what `run` raises, and what CUDA does not let be recorded; the current stream is as before then, too.
+        """
         current = torch.cuda.current_stream(self._device)
-        # Not on the default stream: what other streams do waits for that one, which a recording does not allow.
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                run()
-        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                run()
+        finally:
+            torch.cuda.set_stream(current)
+            current.wait_stream(self._stream)
         replay: Callable[[], None] = graph.replay
         return replay

@@ -18,8 +18,25 @@ HOST_SHARE: Final = 0.5
 HOST_CAP_BYTES: Final = 4 * 1024**3
 
 
+#: What torch's allocators say, on a CPU and through CUDA.
+_SIGNS: Final = (
+    "alloc_cpu",
+    "defaultcpuallocator",
+    "not enough memory",
+    "out of memory",
+    "size calculation overflowed",
+)
+
+
 class MemoryShortageError(Exception):
     """There is not enough memory; the message says what to lower."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed, which torch tells in several ways."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
 def cuda_kv_bytes(device: torch.device, utilization: float, *, activation_bytes: int) -> int:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+from typing import Final
 
 import torch
 
+#: Tensor cores for bfloat16 and asynchronous copies: Ampere and newer.
+MIN_CAPABILITY: Final = (8, 0)
 
-def triton_runs_on(device: torch.device) -> bool:
-    """True on a CUDA device, and with TRITON_INTERPRET=1 on a CPU, where Triton is installed."""
+
+def why_no_triton(device: torch.device) -> str | None:
+    """What keeps Triton's kernels from running on `device`, in a few words; None where they run.
+
+    They also run on a CPU, with TRITON_INTERPRET=1.
+    """
     if importlib.util.find_spec("triton") is None:
-        return False
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+        return "triton is not installed; it comes with torch's CUDA builds"
+    if device.type != "cuda":
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the device is a {device.type.upper()}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        major, minor = capability
+        return f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and 8.0 is needed"
+    return None
+
+
+def triton_version() -> str:
+    """Raises PackageNotFoundError where it is not installed."""
+    return importlib.metadata.version("triton")

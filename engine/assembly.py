@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
 import torch
 
-from inferq.cuda.support import triton_runs_on
+from inferq.cuda.support import why_no_triton
 
+from .assets import first_line
 from .attention import AttentionBackend
-from .attention.backends import choose_backend
+from .attention.backends import choose_backends
 from .attention.choice import Choice, Workload
 from .attention.hook import ZeroAttention, attending
 from .batch import StepBatch
@@ -35,7 +37,8 @@ from .rope import freeze_rotary_frequencies
 from .runner import ModelRunner, Sampler, picks_rows, sample_on_host
 from .sequence import Scheduled, Sequence, SequenceSampling
 
-Choose = Callable[[Workload], Choice]
+#: The backends that may serve, in the order in which they are tried.
+Choose = Callable[[Workload], Seq[Choice]]
 
 
 def load_runner(config: EngineConfig, log: Log) -> ModelRunner:
@@ -45,8 +48,10 @@ def load_runner(config: EngineConfig, log: Log) -> ModelRunner:
     if loaded.device.type == "cuda":
         torch.cuda.set_device(loaded.device)  # kernels are launched on the current one, wherever their tensors are
     capture = None if config.enforce_eager else _capture(loaded.device)
-    kernels = load_kernels() if triton_runs_on(loaded.device) else None
-    choose = partial(choose_backend, config.attention, capture)
+    # Who asks for plain torch may have trouble with kernels.
+    wants_kernels = config.attention != "torch" and why_no_triton(loaded.device) is None
+    kernels = load_kernels() if wants_kernels else None
+    choose = partial(choose_backends, config.attention, capture)
     return assemble(loaded, config, log, choose=choose, kernels=kernels, capture=capture)
 
 
@@ -61,20 +66,22 @@ def assemble(
 ) -> ModelRunner:
     """A runner for a loaded model.
 
-    `choose` gives the attention backend. With `kernels` the model is rewritten in place to compute by them, and they
-    sample; then `capture` records decode steps, if the backend allows it. Raises ModelLoadError for a model that the
-    gate refuses, or that leaves too little memory.
+    `choose` gives the attention backends, of which the first that the gate lets pass serves. With `kernels` the model
+    is rewritten in place to compute by them, and they sample; then `capture` records decode steps, if the backend
+    allows. Raises ModelLoadError for a model that the gate refuses, or that leaves too little memory.
     """
     device, dtype, model = loaded.device, loaded.dtype, loaded.model
     context = _context(loaded, config, log)
     gate = Gate(model)
-    choice = choose(Workload(gate.layers, config.max_num_seqs, context, dtype, device))
-    backend = choice.backend
-    log("info", "attention chosen", backend=backend.name, reason=choice.reason)
-    _pass_gate(gate, model, backend, kernels, log)
-    sampler = sample_on_host if kernels is None else kernels.sampler
+    max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    backend = _first_to_pass(gate, model, choose(Workload(gate.layers, max_rows, context, dtype, device)), kernels, log)
+    sampler = sample_on_host if kernels is None else _sampler_that_works(kernels, device, log)
+    if capture is not None and (sampler is sample_on_host or not backend.graph_safe):
+        log("warning", "decode steps run without graphs", attention=backend.kernels)
+        capture = None
 
     shapes = [layer.shape for layer in gate.layers]
+    rows = min(max_rows, LARGEST_BUCKET)
     num_blocks = pool_blocks(
         shapes,
         config,
@@ -82,7 +89,11 @@ def assemble(
         context=context,
         dtype=dtype,
         device=device,
-        largest_steps=[partial(_run_largest_step, model, sampler, *size) for size in _largest_steps(config, capture)],
+        largest_steps=[
+            partial(_run_largest_step, model, sampler, config.max_num_batched_tokens, max_rows),
+            # What a graph takes is its own.
+            *([partial(_run_largest_step, model, sampler, rows, rows)] if capture is not None else []),
+        ],
     )
     max_model_len = min(context, num_blocks * backend.block_size)
     if max_model_len < context:
@@ -102,8 +113,8 @@ def assemble(
         asynchronous = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         facts = _facts(loaded, config, backend, num_blocks, max_model_len)
         runner = ModelRunner(model, backend, batch, sampler, facts, lookahead=int(asynchronous))
-    if capture is not None and backend.graph_safe and kernels is not None:
-        _record(runner, capture, config, log)
+    if capture is not None:
+        _record(runner, capture, decode_buckets(max_rows), log)
     return runner
 
 
@@ -113,6 +124,26 @@ def _capture(device: torch.device) -> Capture | None:
     from inferq.cuda.graph import GraphRecorder
 
     return GraphRecorder(device)
+
+
+def _first_to_pass(gate: Gate, model: Any, choices: Seq[Choice], kernels: Kernels | None, log: Log) -> AttentionBackend:
+    """Raises ModelLoadError, that of the last one, if the gate refuses the model with all of them."""
+    *others, last = choices
+    for choice in others:
+        try:
+            _pass_gate(gate, model, choice.backend, kernels, log)
+        except ModelLoadError as exc:
+            log("warning", "attention passed over", backend=choice.backend.name, reason=str(exc))
+        else:
+            return _chosen(choice, log)
+    _pass_gate(gate, model, last.backend, kernels, log)
+    return _chosen(last, log)
+
+
+def _chosen(choice: Choice, log: Log) -> AttentionBackend:
+    backend = choice.backend
+    log("info", "attention chosen", backend=backend.name, kernels=backend.kernels, reason=choice.reason)
+    return backend
 
 
 def _pass_gate(gate: Gate, model: Any, backend: AttentionBackend, kernels: Kernels | None, log: Log) -> None:
@@ -139,32 +170,51 @@ def _fuses(gate: Gate, model: Any, backend: AttentionBackend, kernels: Kernels, 
     return True
 
 
-def _largest_steps(config: EngineConfig, capture: Capture | None) -> list[tuple[int, int]]:
-    """Tokens and samples of the largest steps: of prompts, and of decodes where a graph keeps memory for itself."""
-    tokens, seqs = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
-    return [(tokens, seqs)] + ([(min(seqs, LARGEST_BUCKET),) * 2] if capture is not None else [])
+def _sampler_that_works(kernels: Kernels, device: torch.device, log: Log) -> Sampler:
+    """The kernels' own, tried on one row, or the host's."""
+    batch = StepBatch(max_tokens=1, max_seqs=1, max_model_len=1, block_size=1, device=device)
+    batch.fill([], rows=1)
+    try:
+        kernels.sampler(torch.zeros(1, 8, device=device), batch)
+    except Exception as exc:
+        log("warning", "tokens are sampled by the host", reason=f"{type(exc).__name__}: {first_line(exc)}")
+        return sample_on_host
+    return kernels.sampler
 
 
 @torch.inference_mode()
 def _run_largest_step(model: Any, sampler: Sampler, tokens: int, samples: int) -> None:
-    """A step's forward pass but for its attention, which keeps nothing besides the cache, and its sampling."""
+    """A step's forward pass and sampling.
+
+    Not its attention: our kernels and flash-attn's take little beside the cache. What plain torch gathers is as large
+    as the contexts, and counted nowhere.
+    """
     batch = StepBatch(max_tokens=tokens, max_seqs=samples, max_model_len=tokens, block_size=tokens, device=model.device)
     lengths = [1] * (samples - 1) + [tokens - samples + 1]
     sampling = SequenceSampling(max_tokens=1, top_p=0.5)
     sequences = [Sequence(key, [0] * n, n, sampling, block_table=[0]) for key, n in enumerate(lengths)]
     batch.fill([Scheduled(sequence, n) for sequence, n in zip(sequences, lengths, strict=True)])
+    # Some models have no further positions, and others would change their frequencies for them.
+    batch.positions.zero_()
     options = {"logits_to_keep": batch.sample_rows} if picks_rows(model) else {}
     with attending(ZeroAttention()):
         logits = flat_forward(model, batch, **options)
     sampler(logits if options else logits[batch.sample_rows], batch)
 
 
-def _record(runner: ModelRunner, capture: Capture, config: EngineConfig, log: Log) -> None:
-    buckets = decode_buckets(config.max_num_seqs)
+def _record(runner: ModelRunner, capture: Capture, buckets: Seq[int], log: Log) -> None:
+    """Where something in the forward pass cannot be recorded, decode steps go without. Raises ModelLoadError."""
     start = time.monotonic()
-    with memory_for("CUDA graphs: lower max_num_seqs or gpu_memory_utilization, or set enforce_eager"):
-        runner.record_graphs(buckets, capture)
-    log("info", "decode graphs recorded", graphs=len(buckets), largest=buckets[-1], seconds=time.monotonic() - start)
+    try:
+        with memory_for("CUDA graphs: lower max_num_seqs or gpu_memory_utilization, or set enforce_eager"):
+            runner.record_graphs(buckets, capture)
+    except ModelLoadError:
+        raise
+    except Exception as exc:
+        log("warning", "decode steps run without graphs", reason=f"{type(exc).__name__}: {first_line(exc)}")
+    else:
+        seconds = round(time.monotonic() - start, 1)
+        log("info", "decode graphs recorded", graphs=len(buckets), largest=buckets[-1], seconds=seconds)
 
 
 def _context(loaded: LoadedModel, config: EngineConfig, log: Log) -> int:

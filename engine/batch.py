@@ -26,10 +26,12 @@ class StepBatch:
     For each token: `input_ids`, `positions` in its sequence, and `slot_mapping`, its place in the cache (block id
     times block size, plus the offset in the block; -1 in a row of padding); all int64 [tokens].
 
-    For each sequence: `query_lens`, its tokens in this step, and `seq_lens`, its tokens up to the end of this step (0
-    in a row of padding); int32 [sequences]; `query_starts` int32 [sequences + 1], the sums of the query lengths before
-    each and of all; `block_tables` int32 [sequences, blocks], of which a row's first ceil(seq_len / block_size) entries
-    mean something.
+    For each sequence: `seq_lens` int32 [sequences], its tokens up to the end of this step (0 in a row of padding);
+    `query_starts` int32 [sequences + 1], the sums of its predecessors' tokens in this step, and of all; `block_tables`
+    int32 [sequences, blocks], of which a row's first ceil(seq_len / block_size) entries mean something.
+
+    `new_blocks` int64 [blocks] are those that get their first token in this step: what a former owner left in them must
+    not be read.
 
     For each token that is to be sampled: `sample_rows` int64, the token after which it comes; `sample_positions` int64,
     where in its sequence it will stand; `temperature` float32 (0 is greedy), `top_k` int64 (0 is off), `top_p` float64
@@ -45,10 +47,9 @@ class StepBatch:
         self.num_tokens = 0
         self.num_seqs = 0
         self.num_samples = 0
-        #: Sequences at the front whose one token is computed.
+        self._num_new_blocks = 0
+        #: Sequences at the front that decode: rows of padding do, too.
         self.num_decodes = 0
-        #: Blocks that get their first token in this step: what a former owner left in them must not be read.
-        self.new_blocks: list[int] = []
         #: How each token is to be sampled, for a sampler that runs on the host.
         self.samplings: list[SequenceSampling] = []
         tokens, seqs = (max_tokens,), (max_seqs,)
@@ -56,7 +57,6 @@ class StepBatch:
             "input_ids": (tokens, torch.int64),
             "positions": (tokens, torch.int64),
             "slot_mapping": (tokens, torch.int64),
-            "query_lens": (seqs, torch.int32),
             "seq_lens": (seqs, torch.int32),
             "query_starts": ((max_seqs + 1,), torch.int32),
             "sample_rows": (seqs, torch.int64),
@@ -67,10 +67,11 @@ class StepBatch:
             "seeds": (seqs, torch.int64),
             "pending_tokens": (seqs, torch.int64),
             "pending_rows": (seqs, torch.int64),
+            "new_blocks": ((max_tokens // block_size + max_seqs,), torch.int64),
             # Last: the rows that are not used need not be copied.
             "block_tables": ((max_seqs, -(-max_model_len // block_size)), torch.int32),
         }
-        self._buffers = StepBuffers(shapes, device)
+        self._buffers = StepBuffers(shapes, device, separate=device.type != "cpu")
         self._sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self._rows_sampled: dict[int, int] = {}  #: by key, of the step before
 
@@ -81,9 +82,8 @@ class StepBatch:
         before this one samples.
         """
         array = self._buffers.next_arrays()
-        self.new_blocks, self.samplings = [], []
-        self.num_seqs = 0
-        self.num_tokens = self.num_samples = self.num_decodes = 0
+        self.samplings = []
+        self.num_tokens = self.num_seqs = self.num_samples = self.num_decodes = self._num_new_blocks = 0
         array["query_starts"][0] = 0
         pending: list[tuple[int, int]] = []
         rows_sampled: dict[int, int] = {}
@@ -94,7 +94,7 @@ class StepBatch:
             if item.samples:
                 rows_sampled[item.sequence.key] = self.num_samples
                 self._add_sample(array, item.sequence.sampling, end - 1, item.start + item.num_query_tokens)
-            self._end_row(array, item.num_query_tokens, item.start + item.num_query_tokens)
+            self._end_row(array, item.num_query_tokens, item.start + item.num_query_tokens, decodes=item.decodes)
         for _ in range(len(scheduled), rows or 0):
             self._fill_padding(array)
         self._rows_sampled = rows_sampled
@@ -118,8 +118,10 @@ class StepBatch:
         array["positions"][begin:end] = positions
         array["slot_mapping"][begin:end] = table[positions // size].astype(np.int64) * size + positions % size
         array["block_tables"][self.num_seqs, : len(table)] = table
-        first_new = -(-start // size)
-        self.new_blocks += table[first_new:].tolist()
+        new_blocks = table[-(-start // size) :]
+        count = self._num_new_blocks + len(new_blocks)
+        array["new_blocks"][self._num_new_blocks : count] = new_blocks
+        self._num_new_blocks = count
         return len(known) < item.num_query_tokens
 
     def _fill_padding(self, array: Mapping[str, np.ndarray]) -> None:
@@ -128,15 +130,14 @@ class StepBatch:
         array["slot_mapping"][token] = -1
         array["block_tables"][self.num_seqs] = 0
         self._add_sample(array, _PADDING, token, 0)
-        self._end_row(array, 1, 0)
+        self._end_row(array, 1, 0, decodes=True)
 
-    def _end_row(self, array: Mapping[str, np.ndarray], query_len: int, seq_len: int) -> None:
+    def _end_row(self, array: Mapping[str, np.ndarray], query_len: int, seq_len: int, *, decodes: bool) -> None:
         row = self.num_seqs
-        if query_len == 1 and self.num_decodes == row:
+        if decodes and self.num_decodes == row:
             self.num_decodes += 1
         self.num_tokens += query_len
         self.num_seqs += 1
-        array["query_lens"][row] = query_len
         array["seq_lens"][row] = seq_len
         array["query_starts"][row + 1] = self.num_tokens
 
@@ -175,10 +176,6 @@ class StepBatch:
         return self._of_tokens("slot_mapping")
 
     @property
-    def query_lens(self) -> torch.Tensor:
-        return self._of_seqs("query_lens")
-
-    @property
     def seq_lens(self) -> torch.Tensor:
         return self._of_seqs("seq_lens")
 
@@ -189,6 +186,10 @@ class StepBatch:
     @property
     def block_tables(self) -> torch.Tensor:
         return self._of_seqs("block_tables")
+
+    @property
+    def new_blocks(self) -> torch.Tensor:
+        return self._buffers.device["new_blocks"][: self._num_new_blocks]
 
     @property
     def sample_rows(self) -> torch.Tensor:
@@ -225,5 +226,6 @@ class StepBatch:
     @property
     def host_lens(self) -> list[tuple[int, int]]:
         """(query length, sequence length) of each sequence, without waiting for the device."""
-        rows, array = slice(0, self.num_seqs), self._buffers.array
-        return list(zip(array["query_lens"][rows].tolist(), array["seq_lens"][rows].tolist(), strict=True))
+        starts = self._buffers.array["query_starts"][: self.num_seqs + 1]
+        seq_lens = self._buffers.array["seq_lens"][: self.num_seqs]
+        return list(zip(np.diff(starts).tolist(), seq_lens.tolist(), strict=True))

@@ -31,11 +31,17 @@ class EngineProcess:
     """One child and its pipe. Belongs to one event loop."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        rest: socket.socket,
     ) -> None:
+        """`rest` is our end of the pipe once more, for what is in it when a write has failed."""
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._rest = rest
         self._decoder = Decoder()
 
     @classmethod
@@ -49,14 +55,21 @@ class EngineProcess:
         except BaseException:
             ours.close()
             raise
+        rest = ours.dup()
+        rest.setblocking(False)
         try:
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_READ_BYTES)
+            reader = _LastWordsReader(limit=_READ_BYTES)
+            loop = asyncio.get_running_loop()
+            transport, protocol = await loop.create_unix_connection(
+                lambda: asyncio.StreamReaderProtocol(reader), sock=ours
+            )
         except BaseException:
             ours.close()
+            rest.close()
             _kill_session(process)
             process.wait()
             raise
-        return cls(process, reader, writer)
+        return cls(process, reader, asyncio.StreamWriter(transport, protocol, reader, loop), rest)
 
     def __repr__(self) -> str:
         return f"<EngineProcess pid={self.pid} returncode={self._process.returncode}>"
@@ -92,10 +105,10 @@ class EngineProcess:
 
         Iterating raises PipeError for garbage.
         """
-        try:
-            data = await self._reader.read(_READ_BYTES)
-        except OSError:
-            return None
+        data = await self._reader.read(_READ_BYTES)
+        if not data:
+            with suppress(OSError):
+                data = self._rest.recv(_READ_BYTES)
         return self._decoder.feed(data) if data else None
 
     def kill(self) -> None:
@@ -118,6 +131,7 @@ class EngineProcess:
         finally:
             self.kill()
             self._writer.transport.abort()  # what was not written reaches nobody any more
+            self._rest.close()
             returncode = await self.wait()
             with suppress(OSError):
                 await self._writer.wait_closed()
@@ -127,6 +141,17 @@ class EngineProcess:
         """Ask it to stop, then see it ended."""
         self.send(Stop())
         return await self.end(grace_seconds=grace_seconds)
+
+
+class _LastWordsReader(asyncio.StreamReader):
+    """Gives out what has arrived, whatever happens to a write.
+
+    A child that fails says why and is gone. Who writes to it in that moment fails, too, and asyncio then drops what was
+    received before and reads nothing more.
+    """
+
+    def set_exception(self, exc: Exception) -> None:
+        self.feed_eof()
 
 
 def describe_exit(returncode: int) -> str:

@@ -15,6 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from inferq.cuda.memory import is_shortage
+
+from .assets import first_line
 from .attention import AttentionBackend, AttentionParams, LayerShape
 from .attention.hook import IMPLEMENTATION, ZeroAttention, attending
 from .attention.interface import LayerProbe
@@ -52,7 +55,7 @@ class Gate:
 
     def check(self, backend: AttentionBackend) -> None:
         """Refuses a model that computes something else with `backend`, which is left with a small cache."""
-        with self._refusing_failures(), torch.inference_mode():
+        with self._refusing_failures(f" with attention {backend.name!r}"), torch.inference_mode():
             error = _error(self._paged_logits(backend), self._expected, self._model.dtype)
         tolerance = _TOLERANCES[self._model.dtype]
         if not error <= tolerance:
@@ -62,13 +65,18 @@ class Gate:
         return ModelLoadError(f"the architecture {self._model.config.model_type!r} is not supported: {reason}")
 
     @contextmanager
-    def _refusing_failures(self) -> Iterator[None]:
+    def _refusing_failures(self, what: str = "") -> Iterator[None]:
         try:
             yield
         except ModelLoadError:
             raise
         except Exception as exc:
-            reason = f"its forward pass fails on a flat batch ({type(exc).__name__}: {exc})"
+            if is_shortage(exc):
+                raise ModelLoadError(
+                    f"not enough memory to compute {sum(_LENGTHS)} tokens beside the weights: free the device, or take "
+                    f"a smaller model or dtype: {first_line(exc)}"
+                ) from exc
+            reason = f"its forward pass fails on a flat batch{what} ({type(exc).__name__}: {exc})"
             raise self._refusal(reason) from exc
 
     def _check_layer_types(self) -> None:

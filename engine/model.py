@@ -32,6 +32,8 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 _WANTED: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 #: The same weights again, in other formats.
 _UNWANTED: Final = ("original/*", "onnx/*", "consolidated*")
+#: Where Linux shows NVIDIA's driver that it has a card.
+_NVIDIA_DEVICE: Final = Path("/dev/nvidia0")
 #: How many tensors a message names.
 _MAX_NAMES: Final = 5
 
@@ -61,6 +63,8 @@ def load_model(config: EngineConfig, log: Log) -> LoadedModel:
 def _load_model(config: EngineConfig, log: Log) -> LoadedModel:
     transformers_logging.disable_progress_bar()
     device = choose_device(config.device)
+    if config.device == "auto" and device.type == "cpu" and _NVIDIA_DEVICE.exists():
+        log("warning", "a GPU is here that torch cannot use: it may need another driver or another build of torch")
     name, folder = _find(config, log)
     model_config = _read_config(folder, config.trust_remote_code)
     dtype = choose_dtype(config.dtype, device, model_config)
@@ -82,18 +86,30 @@ def _load_model(config: EngineConfig, log: Log) -> LoadedModel:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a device, else the CPU. Raises ModelLoadError for what is not there."""
+    """`auto` is CUDA where there is a device, else the CPU; CUDA without a number is the current device.
+
+    Raises ModelLoadError for what is not there.
+    """
+    wanted = f"device must be auto, cpu, cuda or cuda:N, not {name!r}"
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as exc:
-        raise ModelLoadError(f"device must be auto, cpu or cuda, not {name!r}") from exc
+        raise ModelLoadError(wanted) from exc
     if device.type not in ("cpu", "cuda"):
-        raise ModelLoadError(f"device must be auto, cpu or cuda, not {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError("device cuda was asked for, and torch finds none here")
-    return device
+        raise ModelLoadError(wanted)
+    return device if device.type == "cpu" else _cuda_device(name, device.index)
+
+
+def _cuda_device(name: str, index: int | None) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ModelLoadError(f"device {name} was asked for, and torch finds no CUDA device here")
+    if index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if index >= torch.cuda.device_count():
+        raise ModelLoadError(f"device {name} was asked for, and there are {torch.cuda.device_count()}, from cuda:0 on")
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: str, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:

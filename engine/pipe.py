@@ -38,7 +38,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Down: forget the request. An unknown key is no error. Always answered by Freed."""
+    """Down: forget the request. An unknown key is no error. Answered by Freed, if no Stop comes first."""
 
     kind: ClassVar[str] = "abort"
     key: int
@@ -46,7 +46,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Down: leave the request out of steps, with its blocks kept, until Resume. Always answered by Paused."""
+    """Down: leave the request out of steps, with its blocks kept, until Resume. Answered by Paused, like Abort."""
 
     kind: ClassVar[str] = "pause"
     key: int

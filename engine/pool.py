@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from inferq.cuda.memory import MemoryShortageError, cuda_kv_bytes, host_kv_bytes, num_blocks_for
+from inferq.cuda.memory import MemoryShortageError, cuda_kv_bytes, host_kv_bytes, is_shortage, num_blocks_for
 
 from .assets import first_line
 from .attention import LayerShape, block_bytes
@@ -73,8 +73,10 @@ def _peak_bytes(step: Callable[[], None], config: EngineConfig, device: torch.de
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Turns the failure of an allocation, which torch tells in several ways, into a ModelLoadError."""
+    """Turns the failure of an allocation into a ModelLoadError."""
     try:
         yield
     except (MemoryError, RuntimeError) as exc:
+        if not is_shortage(exc):
+            raise
         raise ModelLoadError(f"not enough memory for {what}: {first_line(exc)}") from exc

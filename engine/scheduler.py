@@ -127,6 +127,8 @@ class Scheduler:
             self._fill(plan)
         except _StepsInFlight:
             return None
+        # A newcomer of one token decodes like those that run; which kernel computes it must not depend on the others.
+        plan.scheduled.sort(key=lambda each: not each.decodes)
         if plan.scheduled:
             self._steps_in_flight += 1
         for each in plan.scheduled:

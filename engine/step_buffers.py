@@ -21,19 +21,20 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class StepBuffers:
     """Arrays by name on the host, and tensors of the same names and shapes on the device; zeros at first.
 
-    On the CPU these are the same memory. On a device of its own memory they are parts of one buffer, so that one copy
-    brings them there, and there are two on the host: one is filled while the copy of the other may be on its way. The
-    last of the shapes is a table of which only the rows in use are copied.
+    On a CPU these are the same memory. On a device with memory of its own they are parts of one buffer, so that one
+    copy brings them there, and there are two on the host: one is filled while the copy of the other may be on its way.
+    The last of the shapes is a table of which only the rows in use are copied.
     """
 
-    def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
+    def __init__(self, shapes: Shapes, device: torch.device, *, separate: bool) -> None:
+        """`separate` is true for a device that does not compute in the host's memory."""
+        self._on_host = not separate
         size = sum(_aligned(shape, dtype) for shape, dtype in shapes.values())
         *_, (table_shape, table_dtype) = shapes.values()
         self._small_bytes = size - _aligned(table_shape, table_dtype)
         self._row_bytes = table_shape[1] * table_dtype.itemsize
         count = 1 if self._on_host else 2
-        hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=not self._on_host) for _ in range(count)]
+        hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(count)]
         self._sets = cycle([(host, {n: t.numpy() for n, t in _views(host, shapes).items()}) for host in hosts])
         self._host, self.array = next(self._sets)
         self._buffer = self._host if self._on_host else torch.zeros(size, dtype=torch.uint8, device=device)

@@ -74,8 +74,9 @@ class Supervisor:
         self.check_alive()  # it may have died since it said that it is ready
         self._facts = facts
         self._load_seconds = time.monotonic() - started_at
-        # The next child gets as large a pool as this one: what was admitted must fit there too.
-        self._config = replace(self._config, num_blocks=facts.num_blocks)
+        # The next child gets as large a pool as this one: what was admitted must fit there too. And the same attention,
+        # which has blocks of its own size and might be measured otherwise the next time.
+        self._config = replace(self._config, num_blocks=facts.num_blocks, attention=facts.attention)
         self._owner.on_ready()
         if self._budget is not None:
             self._task = asyncio.create_task(self._supervise(self._budget), name="inferq-engine-supervisor")

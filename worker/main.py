@@ -108,7 +108,16 @@ async def _start(engine: AsyncInferenceEngine) -> None:
     except EngineError as exc:
         _log.critical("engine.unusable", reason=str(exc))
     else:
-        _log.info("engine.ready", model=facts.model, device=facts.device, dtype=facts.dtype, blocks=facts.num_blocks)
+        _log.info(
+            "engine.ready",
+            model=facts.model,
+            device=facts.device,
+            dtype=facts.dtype,
+            attention=facts.attention,
+            blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            max_model_len=facts.max_model_len,
+        )
 
 
 async def _work(

@@ -74,7 +74,9 @@ class WorkerSettings(BaseSettings):
 
     # The engine
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type that is computed in")
-    device: str = Field("auto", description="auto, cpu, or a CUDA device such as cuda:0")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, or a CUDA device such as cuda:0"
+    )
     attention: Literal["auto", "flash", "triton", "torch"] = Field("auto", description="attention backend")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     async_scheduling: bool | None = Field(

@@ -8,11 +8,11 @@ from typing import Final
 
 import torch
 
-from inferq.cuda.support import triton_runs_on
+from inferq.cuda.support import why_no_triton
 from inferq.engine.decode_graphs import Capture
 from inferq.engine.errors import ModelLoadError
 
-from .choice import Choice, Workload, fastest, measure_decode
+from .choice import Choice, Workload, by_speed, measure_decode
 from .interface import AttentionBackend
 from .reference import ReferenceAttention
 
@@ -22,26 +22,25 @@ _INTERPRETED_MULTIPROCESSORS: Final = 1
 Make = Callable[[Workload], AttentionBackend]
 
 
-def choose_backend(name: str, capture: Capture | None, workload: Workload) -> Choice:
-    """The backend that `EngineConfig.attention` names.
+def choose_backends(name: str, capture: Capture | None, workload: Workload) -> list[Choice]:
+    """What `EngineConfig.attention` names, in the order in which it is to be tried.
 
-    `auto` is `torch` on a CPU, and on a CUDA device the fastest that can serve the workload, as a graph where `capture`
-    records graphs. Raises ModelLoadError for
-    a name that there is not, and for a backend that cannot be made here.
+    `auto` is `torch` where Triton's kernels cannot run, and else all that can serve the workload, the fastest first; as
+    graphs where `capture` records such. Raises ModelLoadError for a name that there is not, and for a backend that
+    cannot be made here.
     """
     if name in BACKENDS:
-        return Choice(BACKENDS[name](workload), "asked for")
+        return [Choice(BACKENDS[name](workload), "asked for")]
     if name != "auto":
         raise ModelLoadError(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
-    if workload.device.type == "cpu":
-        return Choice(_torch(workload), "the device is a CPU")
-    measure = partial(measure_decode, capture)
-    return fastest({each: partial(make, workload) for each, make in BACKENDS.items()}, workload, measure)
+    if (reason := why_no_triton(workload.device)) is not None or workload.device.type != "cuda":
+        return [Choice(_torch(workload), reason or f"the device is a {workload.device.type.upper()}")]
+    candidates = {each: partial(make, workload) for each, make in BACKENDS.items()}
+    return by_speed(candidates, workload, partial(measure_decode, capture))
 
 
 def _flash(workload: Workload) -> AttentionBackend:
-    if not triton_runs_on(workload.device):
-        raise ModelLoadError(f"attention flash needs a CUDA device and triton; the device is {workload.device}")
+    _require_triton("flash", workload.device)
     from .flash import FlashAttention
 
     return FlashAttention()
@@ -49,10 +48,7 @@ def _flash(workload: Workload) -> AttentionBackend:
 
 def _triton(workload: Workload) -> AttentionBackend:
     device = workload.device
-    if not triton_runs_on(device):
-        raise ModelLoadError(
-            f"attention triton needs a CUDA device and triton, which comes with torch's CUDA builds, not {device}"
-        )
+    _require_triton("triton", device)
     from .triton import TritonAttention
 
     if device.type == "cuda":
@@ -66,6 +62,12 @@ def _triton(workload: Workload) -> AttentionBackend:
 
 def _torch(_: Workload) -> AttentionBackend:
     return ReferenceAttention()
+
+
+def _require_triton(name: str, device: torch.device) -> None:
+    """`flash` needs it, too: what writes the cache is a Triton kernel."""
+    if (reason := why_no_triton(device)) is not None:
+        raise ModelLoadError(f"attention {name!r} cannot be had: {reason}; use --attention auto or torch")
 
 
 #: What `EngineConfig.attention` may name besides `auto`.

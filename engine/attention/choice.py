@@ -1,7 +1,7 @@
 """Which attention backend serves a model: the one that is asked for, or the fastest of those that can.
 
 What is fastest depends on the card, on the shape of the model's heads and on the versions of the kernels, so `auto`
-measures the decode of each kind of layer with each candidate, on the device itself; that takes some milliseconds.
+measures the decode of each kind of layer with each candidate, on the device itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from inferq.engine.assets import first_line
 from inferq.engine.batch import StepBatch
 from inferq.engine.decode_graphs import Capture
 from inferq.engine.errors import ModelLoadError
@@ -56,14 +57,14 @@ class Choice:
     reason: str
 
 
-def fastest(
+def by_speed(
     candidates: Mapping[str, Callable[[], AttentionBackend]],
     workload: Workload,
     measure: Callable[[AttentionBackend, Workload], float],
-) -> Choice:
-    """The candidate whose `measure`, in seconds, is smallest; one that raises ModelLoadError is passed over.
+) -> list[Choice]:
+    """The candidates by their `measure` in seconds, the smallest first, without those that fail in it.
 
-    Raises ModelLoadError if none is left.
+    Raises ModelLoadError if all do.
     """
     seconds: dict[str, tuple[float, AttentionBackend]] = {}
     notes: list[str] = []
@@ -73,13 +74,14 @@ def fastest(
             seconds[name] = measure(backend, workload), backend
         except ModelLoadError as exc:
             notes.append(f"{name}: {exc}")
+        except Exception as exc:  # a compiler that is missing, a card that a kernel does not fit: others may do
+            notes.append(f"{name}: {type(exc).__name__}: {first_line(exc)}")
     if not seconds:
         raise ModelLoadError(f"no attention backend can serve this model: {'; '.join(notes)}")
     rows, context = workload.size
     measured = ", ".join(f"{name} {value * 1e6:.0f} us" for name, (value, _) in seconds.items())
-    best = min(seconds, key=lambda name: seconds[name][0])
     reason = "; ".join([f"decode of {rows} sequences of {context} tokens, all layers: {measured}", *notes])
-    return Choice(seconds[best][1], reason)
+    return [Choice(backend, reason) for _, backend in sorted(seconds.values(), key=lambda each: each[0])]
 
 
 def measure_decode(capture: Capture | None, backend: AttentionBackend, workload: Workload) -> float:
@@ -90,8 +92,13 @@ def measure_decode(capture: Capture | None, backend: AttentionBackend, workload:
     """
     rows, context = workload.size
     blocks = -(-context // backend.block_size)
+    # Tables as wide as they will be: flash-attn goes by their width.
     batch = StepBatch(
-        max_tokens=rows, max_seqs=rows, max_model_len=context, block_size=backend.block_size, device=workload.device
+        max_tokens=rows,
+        max_seqs=rows,
+        max_model_len=workload.max_context,
+        block_size=backend.block_size,
+        device=workload.device,
     )
     batch.fill([_decoding(row, context, blocks) for row in range(rows)])
     kinds = Counter(layer.kind for layer in workload.layers)

@@ -108,6 +108,11 @@ class AttentionBackend(LayerAttention, Protocol):
     def name(self) -> str: ...
 
     @property
+    def kernels(self) -> str:
+        """What computes it, with its version, for a log; known after `allocate`."""
+        ...
+
+    @property
     def block_size(self) -> int:
         """Tokens a block."""
         ...
@@ -126,6 +131,21 @@ class AttentionBackend(LayerAttention, Protocol):
     def prepare(self, batch: StepBatch) -> None:
         """Takes in what the layers of the next step have in common."""
         ...
+
+
+#: A layer's pools of keys and values, each [blocks, kv_heads, block_size, dim].
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_cache(
+    shape: LayerShape, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Pools for one layer; what is in them is left to chance."""
+
+    def pool(dim: int) -> torch.Tensor:
+        return torch.empty(num_blocks, shape.num_kv_heads, block_size, dim, dtype=dtype, device=device)
+
+    return pool(shape.key_dim), pool(shape.value_dim)
 
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -17,18 +17,19 @@ import torch.nn.functional as F
 
 from inferq.engine.batch import StepBatch
 
-from .interface import AttentionParams, LayerShape
+from .interface import AttentionParams, KVCache, LayerShape, make_cache
 
 
 class ReferenceAttention:
     """An AttentionBackend. `block_size` is in tokens."""
 
     name = "torch"
+    kernels = f"torch {torch.__version__}"
     graph_safe = False
 
     def __init__(self, block_size: int = 32) -> None:
         self.block_size = block_size
-        self._caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._caches: list[KVCache] = []
         self._slots = torch.empty(0, dtype=torch.int64)
         self._new_blocks: torch.Tensor | None = None
         self._groups: list[_Group] = []
@@ -36,17 +37,12 @@ class ReferenceAttention:
     def allocate(
         self, layers: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def pool(heads: int, dim: int) -> torch.Tensor:
-            return torch.empty(num_blocks, heads, self.block_size, dim, dtype=dtype, device=device)
-
         self._caches = []  # before the new pools are made: both at once might not fit
-        self._caches = [
-            (pool(shape.num_kv_heads, shape.key_dim), pool(shape.num_kv_heads, shape.value_dim)) for shape in layers
-        ]
+        self._caches = [make_cache(shape, num_blocks, self.block_size, dtype=dtype, device=device) for shape in layers]
 
     def prepare(self, batch: StepBatch) -> None:
         self._slots = batch.slot_mapping
-        self._new_blocks = torch.tensor(batch.new_blocks, device=batch.device) if batch.new_blocks else None
+        self._new_blocks = batch.new_blocks if len(batch.new_blocks) else None
         self._groups = _group(batch)
 
     def attend(

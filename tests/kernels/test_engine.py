@@ -8,15 +8,17 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.generation import Lines, greedy, make_runner, run
 from support.models import VOCABULARY, save_tiny_model
 from support.recorded import GraphRecorder
 
 from inferq.engine import AsyncInferenceEngine, EngineConfig, SamplingParams
 from inferq.engine.assembly import assemble
-from inferq.engine.attention.backends import choose_backend
+from inferq.engine.attention.backends import choose_backends
 from inferq.engine.kernels import load_kernels
 from inferq.engine.model import load_model
 from inferq.engine.runner import ModelRunner
@@ -37,7 +39,7 @@ SAMPLINGS = [
 def triton_runner(folder: Path, recorder: GraphRecorder, lines: Lines, **fields: object) -> ModelRunner:
     settings = {"dtype": "float32", "device": "cpu", "num_blocks": 12, "attention": "triton"} | fields
     config = EngineConfig(model=str(folder), **settings)
-    choose = partial(choose_backend, config.attention, None)
+    choose = partial(choose_backends, config.attention, None)
     return assemble(load_model(config, lines), config, lines, choose=choose, kernels=load_kernels(), capture=recorder)
 
 
@@ -71,3 +73,29 @@ async def test_the_engines_process_serves_on_triton_kernels(tmp_path: Path) -> N
         params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         completion = await engine.complete(prompt_token_ids=PROMPTS[1], sampling=params)
     assert list(completion.token_ids) == run(make_runner(folder), [PROMPTS[1]], [greedy(4)]).outputs[0]
+
+
+@pytest.mark.parametrize("fault", ["another buffer", "another length", "a number from the host", "a wait"])
+def test_the_stand_in_for_a_graph_finds_what_a_graph_would_get_wrong(fault: str) -> None:
+    state: dict[str, Any] = {"x": torch.zeros(4), "rows": 4, "factor": 2.0}
+
+    def run() -> None:
+        x = state["x"][: state["rows"]]
+        (x * state["factor"]).add_(1)
+        if fault == "a wait":
+            x.sum().item()
+
+    if fault == "a wait":
+        with pytest.raises(AssertionError, match="would wait for the device"):
+            GraphRecorder()(run)
+        return
+    replay = GraphRecorder()(run)
+    replay()
+    state["x"].fill_(7)  # what is in it may change
+    replay()
+    change = {"another buffer": {"x": torch.zeros(4)}, "another length": {"rows": 3}}.get(fault, {"factor": 3.0})
+    first = state["x"]  # held, so that the other one is elsewhere
+    state.update(change)
+    with pytest.raises(AssertionError, match="a replay would"):
+        replay()
+    assert first.shape == (4,)

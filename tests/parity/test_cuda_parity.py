@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.generation import greedy, make_runner, reference_model, run, transformers_greedy
+from support.generation import Lines, greedy, make_runner, reference_model, run, transformers_greedy
 from support.models import VOCABULARY
 
 from inferq.engine import sampler
+from inferq.engine.assembly import load_runner
 from inferq.engine.attention.reference import ReferenceAttention
+from inferq.engine.config import EngineConfig
 from inferq.engine.sequence import SequenceSampling
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +24,26 @@ def test_greedy_tokens_equal_transformers(tiny_llama_dir: Path) -> None:
     expected = [transformers_greedy(reference_model(tiny_llama_dir), prompt, 12) for prompt in PROMPTS]
     runner = make_runner(tiny_llama_dir, device="cuda")
     assert run(runner, PROMPTS, [greedy(12)] * 3, chunk=20).outputs == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"enforce_eager": True}, {"async_scheduling": False}], ids=str)
+def test_kernels_graphs_and_steps_planned_ahead_change_no_token(tiny_llama_dir: Path, fields: dict[str, bool]) -> None:
+    expected = [transformers_greedy(reference_model(tiny_llama_dir), prompt, 12) for prompt in PROMPTS]
+    config = EngineConfig(
+        model=str(tiny_llama_dir), device="cuda", dtype="float32", attention="triton", max_num_seqs=4, **fields
+    )
+    lines = Lines()
+    runner = load_runner(config, lines)
+    assert run(runner, PROMPTS, [greedy(12)] * 3, chunk=20).outputs == expected
+    lines.details("modules fused")
+    assert any(event == "decode graphs recorded" for _, event, _ in lines.events) == (not config.enforce_eager)
+
+
+def test_auto_measures_and_says_what(tiny_llama_dir: Path) -> None:
+    lines = Lines()
+    runner = load_runner(EngineConfig(model=str(tiny_llama_dir), device="cuda", dtype="bfloat16"), lines)
+    assert runner.facts.attention in ("flash", "triton", "torch")
+    assert "triton" in lines.details("attention chosen")["reason"]
 
 
 def test_the_pool_is_sized_from_the_devices_memory(tiny_llama_dir: Path) -> None:

@@ -57,7 +57,7 @@ def make_runner(
     engine_config = EngineConfig(model=str(folder), **settings)
     loaded = load_model(engine_config, _no_log)
     chosen = Choice(backend or ReferenceAttention(block_size), "the test's")
-    return assemble(loaded, engine_config, _no_log, choose=lambda _: chosen, kernels=None, capture=None)
+    return assemble(loaded, engine_config, _no_log, choose=lambda _: [chosen], kernels=None, capture=None)
 
 
 def run(

@@ -16,12 +16,15 @@ from support.generation import Lines, greedy, make_runner, run
 from support.models import save_tiny_model
 from support.torch_ops import TORCH_OPS
 
+from inferq.engine import assembly
 from inferq.engine import pool as pool_module
 from inferq.engine.assembly import assemble
 from inferq.engine.attention import LayerShape
 from inferq.engine.attention.choice import Choice
 from inferq.engine.attention.reference import ReferenceAttention
+from inferq.engine.batch import StepBatch
 from inferq.engine.config import EngineConfig
+from inferq.engine.conformance import Gate
 from inferq.engine.errors import ModelLoadError
 from inferq.engine.kernels import Kernels
 from inferq.engine.model import load_model
@@ -32,7 +35,13 @@ LAYERS = [LayerShape(2, 16, 16)] * 2
 #: Keys and values of two layers in bfloat16, for one block of 64 tokens.
 BLOCK_BYTES = 2 * 2 * (16 + 16) * 2 * 64
 GPU = torch.device("cuda")
-KERNELS = Kernels(TORCH_OPS, sample_on_host)
+
+
+def sample_by_kernel(logits: torch.Tensor, batch: StepBatch) -> None:
+    sample_on_host(logits, batch)
+
+
+KERNELS = Kernels(TORCH_OPS, sample_by_kernel)
 PROMPTS = [[5, 6, 7], list(range(3, 40))]
 
 
@@ -44,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assembled(folder: Path, lines: Lines, **parts: Any) -> ModelRunner:
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", num_blocks=32)
     choice = Choice(ReferenceAttention(16), "the test's")
-    options = {"choose": lambda _: choice, "kernels": KERNELS, "capture": None} | parts
+    options = {"choose": lambda _: [choice], "kernels": KERNELS, "capture": None} | parts
     return assemble(load_model(config, lines), config, lines, **options)
 
 
@@ -54,7 +63,8 @@ def test_with_kernels_the_model_is_fused_and_says_the_same(folder: Path) -> None
     assert outputs == run(make_runner(folder), PROMPTS, [greedy(6)] * 2).outputs
     fused = lines.details("modules fused")
     assert fused["norms"] == 5 and fused["mlps"] == 2
-    assert lines.details("attention chosen") == {"backend": "torch", "reason": "the test's"}
+    chosen = {"backend": "torch", "kernels": f"torch {torch.__version__}", "reason": "the test's"}
+    assert lines.details("attention chosen") == chosen
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
@@ -72,11 +82,67 @@ def test_kernels_that_fail_or_are_wrong_are_left_out_and_the_model_serves(folder
     assert ("no kernel image" in reason) if fault == "raises" else ("logits are off by" in reason)
 
 
+class Wrong(ReferenceAttention):
+    """Answers a little too much."""
+
+    name = "wrong"
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, params: Any) -> torch.Tensor:
+        return super().attend(layer, query, key, value, params) * 1.01
+
+
+@pytest.mark.parametrize("kernels", [None, KERNELS], ids=["plain", "fused"])
+def test_the_next_backend_serves_where_the_gate_refuses_the_first(folder: Path, kernels: Kernels | None) -> None:
+    lines = Lines()
+    choices = [Choice(Wrong(16), "fastest"), Choice(ReferenceAttention(16), "slower")]
+    runner = assembled(folder, lines, choose=lambda _: choices, kernels=kernels)
+    assert runner.facts.attention == "torch"
+    passed_over = lines.details("attention passed over")
+    assert passed_over["backend"] == "wrong" and "logits are off by" in passed_over["reason"]
+    assert lines.details("attention chosen")["reason"] == "slower"
+    assert run(runner, PROMPTS, [greedy(6)] * 2).outputs == run(make_runner(folder), PROMPTS, [greedy(6)] * 2).outputs
+
+
+def test_where_the_gate_refuses_all_of_them_the_last_one_says_why(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="logits are off by"):
+        assembled(folder, Lines(), choose=lambda _: [Choice(Wrong(16), "a"), Choice(Wrong(16), "b")], kernels=None)
+
+
+class Failing(ReferenceAttention):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(16)
+        self._error = error
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, params: Any) -> torch.Tensor:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            "not enough memory to compute 27 tokens",
+        ),
+        (
+            RuntimeError("Failed to find C compiler."),
+            r"fails on a flat batch with attention 'torch' \(RuntimeError: Failed",
+        ),
+    ],
+    ids=["memory", "compiler"],
+)
+def test_what_fails_in_the_gate_is_told_as_what_it_is(folder: Path, error: Exception, says: str) -> None:
+    with pytest.raises(ModelLoadError, match=says):
+        assembled(folder, Lines(), choose=lambda _: [Choice(Failing(error), "")], kernels=None)
+
+
 def test_no_graph_is_recorded_for_a_backend_that_reads_lengths_on_the_host(folder: Path) -> None:
     def capture(_: Callable[[], None]) -> Callable[[], None]:
         raise AssertionError("the torch backend takes its lengths from the host")
 
-    assembled(folder, Lines(), capture=capture)
+    lines = Lines()
+    assembled(folder, lines, capture=capture)
+    assert lines.details("decode steps run without graphs")["attention"].startswith("torch ")
 
 
 @dataclass
@@ -149,10 +215,79 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
         blocks(Memory(10**9, 10**6), monkeypatch, explode, max_num_batched_tokens=777)
 
 
-def test_graphs_that_do_not_fit_say_what_to_lower(folder: Path) -> None:
-    class GraphSafe(ReferenceAttention):
-        graph_safe = True
+def test_what_is_no_lack_of_memory_is_not_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode() -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
+    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+        blocks(Memory(10**9, 10**6), monkeypatch, explode)
+
+
+class GraphSafe(ReferenceAttention):
+    """Not really: rows of padding are not for it, and no test here replays a graph."""
+
+    graph_safe = True
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, params: Any) -> torch.Tensor:
+        if bool((self._slots < 0).any()):
+            return query.new_zeros(*query.shape[:2], value.shape[-1])
+        return super().attend(layer, query, key, value, params)
+
+
+def test_what_cannot_be_recorded_runs_without_graphs(folder: Path) -> None:
+    def capture(_: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore of it")
+
+    lines = Lines()
+    runner = assembled(folder, lines, choose=lambda _: [Choice(GraphSafe(16), "")], capture=capture)
+    reason = lines.details("decode steps run without graphs")["reason"]
+    assert reason == "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+    assert run(runner, PROMPTS, [greedy(6)] * 2).outputs == run(make_runner(folder), PROMPTS, [greedy(6)] * 2).outputs
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "largest"), [(16, 6, 6), (3, 64, 3)])
+def test_no_graph_is_larger_than_a_step_can_be(folder: Path, seqs: int, tokens: int, largest: int) -> None:
+    lines = Lines()
+    config = EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        num_blocks=32,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+    )
+    choice = Choice(GraphSafe(16), "")
+    assemble(
+        load_model(config, lines), config, lines, choose=lambda _: [choice], kernels=KERNELS, capture=lambda run: run
+    )
+    assert lines.details("decode graphs recorded")["largest"] == largest
+
+
+def test_a_sampler_that_fails_is_not_used(folder: Path) -> None:
+    def sampler(logits: torch.Tensor, batch: StepBatch) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    lines = Lines()
+    runner = assembled(folder, lines, kernels=Kernels(TORCH_OPS, sampler), capture=lambda run: run)
+    assert lines.details("tokens are sampled by the host")["reason"] == "RuntimeError: Failed to find C compiler."
+    assert run(runner, PROMPTS, [greedy(6)] * 2).outputs == run(make_runner(folder), PROMPTS, [greedy(6)] * 2).outputs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_the_largest_step_is_within_the_positions_that_a_model_has(architecture: str, tmp_path: Path) -> None:
+    """Its context is 256 tokens; a step has 2,000 of several sequences. Rotary frequencies are those of before."""
+    fields = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}
+    folder = save_tiny_model(tmp_path / "m", architecture, **(fields if architecture == "llama" else {}))
+    model = load_model(EngineConfig(model=str(folder), dtype="float32", device="cpu"), Lines()).model
+    frequencies = [buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name]
+    Gate(model)
+    assembly._run_largest_step(model, sample_on_host, 2000, 8)
+    after = [buffer for name, buffer in model.named_buffers() if "inv_freq" in name]
+    assert all(torch.equal(a, b) for a, b in zip(frequencies, after, strict=True))
+    assert bool(frequencies) == (architecture == "llama")
+
+
+def test_graphs_that_do_not_fit_say_what_to_lower(folder: Path) -> None:
     def capture(_: Callable[[], None]) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -160,7 +295,7 @@ def test_graphs_that_do_not_fit_say_what_to_lower(folder: Path) -> None:
     with pytest.raises(
         ModelLoadError, match="CUDA graphs: lower max_num_seqs or gpu_memory_utilization, or set enforce"
     ):
-        assembled(folder, Lines(), choose=lambda _: choice, capture=capture)
+        assembled(folder, Lines(), choose=lambda _: [choice], capture=capture)
 
 
 def test_looking_ahead_is_for_devices_unless_it_is_asked_for(folder: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_prefill_a_chunk_and_a_decode_side_by_side(batch: StepBatch) -> None:
     assert batch.input_ids.tolist() == [10, 11, 12, 13, 14, 23, 24, 25, 26, 38]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 8]
     assert batch.slot_mapping.tolist() == [28, 29, 30, 31, 8, 23, 4, 5, 6, 16]
-    assert batch.query_lens.tolist() == [5, 4, 1]
+    assert batch.query_starts.tolist() == [0, 5, 9, 10]
     assert batch.seq_lens.tolist() == [5, 7, 9]
     assert batch.host_lens == [(5, 5), (4, 7), (1, 9)]
     assert [row[:n].tolist() for row, n in zip(batch.block_tables, (2, 2, 3), strict=True)] == [
@@ -46,7 +46,7 @@ def test_a_prefill_a_chunk_and_a_decode_side_by_side(batch: StepBatch) -> None:
         [3, 6, 4],
     ]
     assert batch.sample_rows.tolist() == [4, 9]
-    assert batch.new_blocks == [7, 2, 1, 4]
+    assert batch.new_blocks.tolist() == [7, 2, 1, 4]
 
 
 def test_the_arrays_are_reused_and_show_the_current_step_alone(batch: StepBatch) -> None:
@@ -57,7 +57,7 @@ def test_the_arrays_are_reused_and_show_the_current_step_alone(batch: StepBatch)
     assert batch.input_ids.tolist() == [8]
     assert batch.slot_mapping.tolist() == [37]
     assert batch.block_tables.shape[0] == 1
-    assert batch.new_blocks == []
+    assert batch.new_blocks.tolist() == []
     assert batch.sample_rows.tolist() == [0]
 
 
@@ -69,7 +69,7 @@ def test_a_step_may_sample_nothing(batch: StepBatch) -> None:
 
 def test_blocks_given_ahead_of_their_tokens_are_no_part_of_the_step(batch: StepBatch) -> None:
     batch.fill([Scheduled(sequence(0, list(range(12)), 0, [5, 6, 7]), 4)])
-    assert batch.new_blocks == [5]
+    assert batch.new_blocks.tolist() == [5]
 
 
 def test_each_block_is_new_exactly_once_whatever_the_chunks(batch: StepBatch) -> None:
@@ -81,7 +81,7 @@ def test_each_block_is_new_exactly_once_whatever_the_chunks(batch: StepBatch) ->
         while one.num_computed_tokens < length:
             count = rng.randint(1, length - one.num_computed_tokens)
             batch.fill([Scheduled(one, count)])
-            seen += batch.new_blocks
+            seen += batch.new_blocks.tolist()
             one.num_computed_tokens += count
         assert seen == table
 
@@ -147,8 +147,10 @@ def test_the_arrays_stay_where_they_are_and_begin_at_multiples_of_16_bytes(batch
     def addresses() -> dict[str, int]:
         return {name: getattr(batch, name).data_ptr() for name in names}
 
-    batch.fill([], rows=4)
+    whole = [Scheduled(sequence(0, list(range(20)), 0, [0, 1, 2, 3, 4]), 20)]
+    batch.fill(whole)
     first = addresses()
-    batch.fill([Scheduled(sequence(0, list(range(20)), 0, [0, 1, 2, 3, 4]), 20)])
+    batch.fill([], rows=4)
+    batch.fill(whole * 3)
     assert addresses() == first
     assert all(address % 16 == 0 for address in first.values())

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from support.processes import SCRIPTED_ENGINE, all_gone
+from support.waiting import wait_until
 
 import inferq.engine.child
 import inferq.engine.pipe
@@ -125,6 +126,20 @@ async def test_garbage_is_a_pipe_error_after_what_was_good(start: Start) -> None
             seen.extend(messages)
     assert [type(message) for message in seen] == [Fatal]
     await process.end(grace_seconds=20)
+
+
+@pytest.mark.parametrize("received", [False, True], ids=["in the pipe", "received"])
+async def test_its_last_words_are_heard_by_who_writes_to_it_in_that_moment(start: Start, received: bool) -> None:
+    """It leaves with something unread; then a write fails, and takes nothing with it that can still be read."""
+    process = await start(
+        command("from inferq.engine.pipe import encode, Fatal; pipe.sendall(encode(Fatal('told to fail')))")
+    )
+    if received:
+        await wait_until(lambda: process._reader._buffer)
+    process._process.wait(20)  # without a turn of the event loop
+    for key in range(3):
+        process.send(Add(key, [1] * 100_000, {}))
+    assert await read(process) == [Fatal("told to fail")]
 
 
 async def test_what_would_wait_beyond_the_bound_is_refused_and_the_child_lives(

@@ -280,6 +280,15 @@ async def test_the_next_child_gets_as_many_blocks_as_the_first(start: Start) -> 
     assert engine.facts.num_blocks == 77
 
 
+async def test_the_next_child_gets_the_attention_that_the_first_chose(start: Start) -> None:
+    """Measured again, `auto` might come to another one, whose blocks are of another size."""
+    engine = await start("--attention", "first")
+    engine._supervisor._command += ("--attention", "second")
+    child_of(engine).kill()
+    await wait_until(lambda: engine.num_restarts == 1 and is_up(engine))
+    assert engine.facts.attention == "first"
+
+
 @pytest.mark.parametrize("when", ["in the backoff", "while it loads"])
 async def test_a_stop_while_it_restarts_leaves_nothing(start: Start, when: str) -> None:
     backoff = 60 if when == "in the backoff" else 0

@@ -153,14 +153,25 @@ def test_devices() -> None:
     assert choose_device("cpu") == CPU
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     for name in ("gpu", "meta", "mps"):
-        with pytest.raises(ModelLoadError, match="device must be auto, cpu or cuda"):
+        with pytest.raises(ModelLoadError, match="device must be auto, cpu, cuda or cuda:N"):
             choose_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none() -> None:
-    with pytest.raises(ModelLoadError, match="torch finds none here"):
+    with pytest.raises(ModelLoadError, match="device cuda was asked for, and torch finds no CUDA device here"):
         choose_device("cuda")
+
+
+def test_a_card_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device("cuda:0") == torch.device("cuda:0")
+    # A number always: torch.cuda.set_device takes no device without one.
+    assert choose_device("cuda") == choose_device("auto") == torch.device("cuda:1")
+    with pytest.raises(ModelLoadError, match="device cuda:2 was asked for, and there are 2, from cuda:0 on"):
+        choose_device("cuda:2")
 
 
 def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:

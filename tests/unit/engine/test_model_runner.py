@@ -40,7 +40,7 @@ def load(folder: Path, **fields: Any) -> tuple[ModelRunner, Lines]:
 
 def assemble_with_torch(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
     choice = Choice(ReferenceAttention(), "the test's")
-    return assemble(loaded, config, Lines(), choose=lambda _: choice, kernels=None, capture=None)
+    return assemble(loaded, config, Lines(), choose=lambda _: [choice], kernels=None, capture=None)
 
 
 def test_the_facts_of_a_loaded_model(folder: Path) -> None:
