@@ -1,12 +1,13 @@
 """Kernels and engine on a CUDA device, in at most 6 minutes, from a bare checkout: nothing is installed or fetched.
 
 It needs torch with CUDA, triton, transformers and numpy, and makes random weights on the device. In this order: every
-kernel in bfloat16 against float64; the bandwidth of paged decode as a share of a plain copy's; decode steps of an
-8B-shaped Llama against the roofline, and one of them as a graph against eager; transformers' `generate_batch` on the
-same model. What there is no time or memory for is named in a line that begins with `skipped`.
+kernel in bfloat16 against float64; the bandwidth of paged decode as a share of a plain copy's; the arithmetic of paged
+prefill as a share of a matrix product's; decode steps of an 8B-shaped Llama against the roofline, and one of them as a
+graph against eager; transformers' `generate_batch` on the same model. What there is no time or memory for is named in a
+line that begins with `skipped`.
 
 Exits with 1 if a kernel is wrong or a part fails, and with `--check` if a bound does not hold; with 3 if there is no
-CUDA device, or if with `--check` something that has a bound could not be measured.
+CUDA device that Triton's kernels run on, or if with `--check` something that has a bound could not be measured.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ def main() -> None:
     see_checkout()
     try:
         import torch
-    except ImportError as exc:
-        cannot_measure(f"{exc}: this needs torch with CUDA, triton, transformers and numpy")
-    if not torch.cuda.is_available():
-        cannot_measure("torch finds no CUDA device here")
 
-    from gpu_card import Card
-    from gpu_run import FULL, QUICK, Run, versions
+        if not torch.cuda.is_available():
+            cannot_measure("torch finds no CUDA device here")
+        from inferq.cuda.support import why_no_triton
+
+        if (reason := why_no_triton(torch.device("cuda"))) is not None:
+            cannot_measure(reason)
+        from gpu_parts.card import Card
+        from gpu_parts.plan import FULL, QUICK
+        from gpu_parts.run import Run
+        from gpu_parts.versions import versions
+    except ModuleNotFoundError as exc:
+        cannot_measure(f"{exc}: this needs torch with CUDA, triton, transformers and numpy")
 
     end, hard_end = QUICK_SECONDS if args.quick else SECONDS
     card = Card()

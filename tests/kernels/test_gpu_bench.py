@@ -16,29 +16,40 @@ from typing import Any
 
 import pytest
 import torch
+from support.strict_flash import flash_attn_interface_module, flash_attn_module
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import gpu_attention_checks
-import gpu_bandwidth
-import gpu_layer_checks
-import gpu_run
 from figures import CANNOT_MEASURE, OVER_BUDGET, arguments
-from gpu_budget import TimeBudget
-from gpu_card import Timing
-from gpu_checks import Case
-from gpu_correctness import run_checks
-from gpu_peer import PeerError, PeerRun
-from gpu_shapes import ModelShape
+from gpu_parts import attention_checks as gpu_attention_checks
+from gpu_parts import bandwidth as gpu_bandwidth
+from gpu_parts import layer_checks as gpu_layer_checks
+from gpu_parts import prefill as gpu_prefill
+from gpu_parts import run as gpu_run
+from gpu_parts.budget import TimeBudget
+from gpu_parts.card import Timing
+from gpu_parts.checks import Case
+from gpu_parts.correctness import run_checks
+from gpu_parts.decode import Ceilings
+from gpu_parts.flash_checks import flash_cases
+from gpu_parts.peer import PeerError, PeerRun
+from gpu_parts.plan import Plan
+from gpu_parts.prefill import PrefillCase
+from gpu_parts.shapes import ModelShape
+
+from inferq.cuda import flash as cuda_flash
+from inferq.cuda.flash import Flash
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(layers=1, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocabulary=64, itemsize=4)
-PLAN = gpu_run.Plan(
+PLAN = Plan(
     shape=SHAPE,
     cases=(),
     dtype=torch.float32,
     batches=(1, 3),
     contexts=(64, 128),
+    max_context=128,
+    prefills=(PrefillCase(70, 70), PrefillCase(20, 90)),
     decode_batches=(2, 1),
     prompt_tokens=6,
     new_tokens=4,
@@ -181,6 +192,76 @@ def test_a_kernel_that_is_wrong_is_seen(place: Any, kernel: str, fault: str, mon
     assert len(checked(cases, torch.float32)) == len(cases) > 0
 
 
+@pytest.fixture
+def flash(capability: tuple[int, int], make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Flash:
+    """The binding to a stand-in for flash-attn, on a card of that capability."""
+    module = make()
+    monkeypatch.setattr(cuda_flash, "compute_capability", lambda device: capability)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return cuda_flash.load_flash(CPU)
+
+
+BOTH_FLASH = pytest.mark.parametrize(
+    ("capability", "make"),
+    [((8, 0), flash_attn_module), ((9, 0), flash_attn_interface_module)],
+    ids=["FlashAttention-2", "FlashAttention-3"],
+)
+
+
+@BOTH_FLASH
+def test_flash_attn_passes_its_checks(flash: Flash) -> None:
+    cases = flash_cases(flash, contexts=LENGTHS, chunks=CHUNKS)
+    assert {case.kernel for case in cases} == {"flash decode", "flash prefill"}
+    assert not any("sinks" in case.case or "value dim" in case.case for case in cases)
+    assert any("window" in case.case for case in cases)
+    assert checked(cases, torch.float16) == []
+
+
+@BOTH_FLASH
+@pytest.mark.parametrize("function", ["decode", "prefill"])
+def test_a_wrong_flash_attn_is_seen(flash: Flash, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, function, lambda query, *_: query)
+    cases = flash_cases(flash, contexts=LENGTHS, chunks=CHUNKS)
+    assert len(checked(cases, torch.float16)) == len(cases) / 2
+
+
+def prefilled(flash: Flash | None = None) -> gpu_run.Run:
+    """After the part that measures prefill."""
+    run = gpu_run.Run(HostCard(), replace(PLAN, dtype=torch.float16), seconds=1000.0)
+    run.__dict__["_flash"] = flash
+    run._ceilings = Ceilings(1e9, 1e9)
+    run._budget.begin("prefill")
+    run._prefill()
+    return run
+
+
+@BOTH_FLASH
+def test_prefill_is_measured_with_what_there_is(flash: Flash) -> None:
+    run = prefilled(flash)
+    assert (run.wrong, run.skipped) == ([], [])
+    for of in run.keys["prefill"].values():
+        assert set(of) == {"triton", flash.name, gpu_prefill.TORCH}
+
+
+@pytest.mark.parametrize(("kernel", "named"), [("by_triton", "wrong"), ("by_torch", "skipped")])
+def test_a_wrong_prefill_has_no_figure(kernel: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(gpu_prefill, kernel)
+
+    def all_but_the_last_token(prompt: Any) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            output: torch.Tensor = right(prompt)().clone()
+            output[-1] *= 1.1
+            return output
+
+        return run
+
+    monkeypatch.setattr(gpu_prefill, kernel, all_but_the_last_token)
+    run = prefilled()
+    assert [len(getattr(run, each)) for each in (named, "wrong", "skipped")].count(2) == 2
+    assert [len(of) for of in run.keys["prefill"].values()] == [1, 1]
+    assert len(run.figures) == 2
+
+
 @LONG
 def test_all_parts_run_to_their_end(peer: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     run = gpu_run.Run(HostCard(), PLAN, seconds=1000.0)
@@ -190,14 +271,16 @@ def test_all_parts_run_to_their_end(peer: list[dict[str, Any]], capsys: pytest.C
     assert code == 0, said
     keys = json.loads(said.splitlines()[-1])
     assert set(keys["bandwidth_share"]) == {"1x64", "1x128", "3x64", "3x128"}
+    assert set(keys["prefill"]) == {"70", "20 onto 70"}
+    assert all(set(of) == {"triton", gpu_prefill.TORCH} for of in keys["prefill"].values())
     assert set(keys["decode"]) == {"1", "2"}
     assert keys["graph_equal"] is True
     assert keys["graph_overhead"] < 0
     assert keys["generate_batch_tok_s"] == {"sdpa": 12.0}
     assert keys["engine_tok_s"] > 0
-    assert [line.split(":")[:2] for line in keys["skipped"]] == [["bandwidth", " flash-attn"]]
+    assert [line.split(":")[:2] for line in keys["skipped"]] == [["kernels", " flash-attn"]]
     assert [(len(each["prompts"]), each["new"], each["num_blocks"]) for each in peer] == [(3, 4, 8)]
-    assert "auto would choose" in said
+    assert "auto would try" in said
     assert "decode graphs recorded" in said
 
 
@@ -233,8 +316,8 @@ def test_without_time_every_part_is_named_and_nothing_is_run(
     run.measure()
     assert run.wrong == []
     assert peer == []
-    assert {line.split(":")[0] for line in run.skipped} == {"kernels", "bandwidth", "engine", "generate_batch"}
-    assert sum(line.startswith("kernels") for line in run.skipped) == len(cases)
+    assert {line.split(":")[0] for line in run.skipped} == set(gpu_run.SHARES)
+    assert sum(line.startswith("kernels") for line in run.skipped) == len(cases) + 1  # and flash-attn
     assert capsys.readouterr().out.count("skipped: ") == len(run.skipped)
     assert run.finish(arguments("").parse_args(["--check"])) == CANNOT_MEASURE
 

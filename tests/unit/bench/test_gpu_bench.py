@@ -22,19 +22,26 @@ from packaging.requirements import Requirement
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
 
-import gpu_bandwidth
-import gpu_budget
-import gpu_card
-import gpu_correctness
-import gpu_decode
-import gpu_engine
-import gpu_graphs
-import gpu_oracle
-import gpu_run
 import torch
 from figures import CANNOT_MEASURE, OVER_BUDGET, Figure, arguments
-from gpu_checks import Check
-from gpu_shapes import LLAMA_8B, ModelShape, attention_bytes, roofline_seconds
+from gpu_parts import bandwidth as gpu_bandwidth
+from gpu_parts import budget as gpu_budget
+from gpu_parts import card as gpu_card
+from gpu_parts import correctness as gpu_correctness
+from gpu_parts import decode as gpu_decode
+from gpu_parts import engine as gpu_engine
+from gpu_parts import graphs as gpu_graphs
+from gpu_parts import oracle as gpu_oracle
+from gpu_parts import plan as gpu_plan
+from gpu_parts import prefill as gpu_prefill
+from gpu_parts import run as gpu_run
+from gpu_parts import versions as gpu_versions
+from gpu_parts.checks import Check
+from gpu_parts.memory import memory_shortage
+from gpu_parts.shapes import LLAMA_8B, ModelShape, attention_bytes, prefill_flop, roofline_seconds
+
+from inferq.cuda.memory import MemoryShortageError
+from inferq.engine.errors import ModelLoadError
 
 ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench"
@@ -77,6 +84,19 @@ def test_the_roofline_of_8b_on_a_card_of_4_tb_a_second() -> None:
     # So many sequences, of so short a context, that the matrix products take longer.
     many = roofline_seconds(LLAMA_8B, [1] * 512, bytes_per_s=4.3e12, flop_per_s=790e12)
     assert many == pytest.approx(2 * LLAMA_8B.step_parameters * 512 / 790e12)
+
+
+def test_prefill_computes_two_products_for_each_token_that_another_one_sees() -> None:
+    shape = ModelShape(layers=1, hidden=4, intermediate=8, heads=3, kv_heads=1, head_dim=2, vocabulary=10)
+    assert prefill_flop(shape, 3, 3) == 2 * 2 * 3 * 2 * (1 + 2 + 3)
+    assert prefill_flop(shape, 2, 5) == 2 * 2 * 3 * 2 * (4 + 5)
+    chunks = [prefill_flop(LLAMA_8B, 2048, length) for length in (2048, 4096, 6144, 8192)]
+    assert sum(chunks) == prefill_flop(LLAMA_8B, 8192, 8192)
+
+
+def test_a_quick_run_decodes_as_a_full_one_does() -> None:
+    assert gpu_plan.QUICK.max_context == gpu_plan.FULL.max_context >= max(gpu_plan.FULL.contexts)
+    assert set(gpu_plan.QUICK.batches) <= set(gpu_plan.FULL.batches)
 
 
 # ---- errors ----
@@ -158,7 +178,8 @@ def test_the_guard_ends_a_run_that_hangs() -> None:
     program = """
 import argparse, sys, time
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
-import gpu_run
+from gpu_parts import run as gpu_run
+from gpu_parts.plan import FULL
 class Hangs:
     def copy_bandwidth(self): raise RuntimeError("no device")
 class Run(gpu_run.Run):
@@ -167,7 +188,7 @@ class Run(gpu_run.Run):
         self.keys["copy_gb_s"] = 7
         time.sleep(60)
 args = argparse.Namespace(json=True, check=False)
-Run(Hangs(), gpu_run.FULL, seconds=100).guarded(args, hard_seconds=0.2)
+Run(Hangs(), FULL, seconds=100).guarded(args, hard_seconds=0.2)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program, str(BENCH), str(ROOT / ".typecheck")],
@@ -241,6 +262,72 @@ def test_a_replay_has_to_leave_the_bits_of_the_eager_step(
     assert gpu_graphs.measure_graph(runner, graphs, card, rows=2, context=5) is None
 
 
+def test_prefill_says_its_rate_beside_that_of_a_matrix_product() -> None:
+    timing = gpu_card.Timing(0.002, 0.001, 0.003)
+    case = gpu_prefill.PrefillCase(2048, 8192)
+    measured = [gpu_prefill.MeasuredPrefill("triton", case, timing, 50e12, 1e-3, 2e-3)]
+    assert measured[0].holds
+    assert not measured[0]._replace(error=math.nan).holds
+    expected = {"ms": 2.0, "tflop_s": 50.0, "matrix_share": 0.5}
+    assert gpu_prefill.as_keys(measured, 100e12) == {"2048 onto 6144": {"triton": expected}}
+    line = gpu_prefill.prefill_table(measured, 100e12).splitlines()[-1].split()
+    assert line == ["triton", "2048", "onto", "6144", "2.000", "1.000", "to", "3.000", "50", "0.50", "1.0e-03"]
+    (figure,) = gpu_prefill.prefill_figures(measured)
+    assert (figure.measured, figure.unit, figure.budget) == (50.0, "TFLOP/s", None)
+
+
+# ---- memory ----
+
+
+def loading(cause: Exception) -> ModelLoadError:
+    """As the engine raises it."""
+    try:
+        raise ModelLoadError("not enough") from cause
+    except ModelLoadError as exc:
+        return exc
+
+
+@pytest.mark.parametrize(
+    ("exc", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "Tried to allocate 2 GiB"),
+        (RuntimeError("CUDA error: out of memory"), "CUDA error: out of memory"),
+        (loading(MemoryShortageError("0 blocks")), "not enough"),
+        (loading(torch.OutOfMemoryError("CUDA out of memory")), "not enough"),
+        (RuntimeError("an illegal memory access"), None),
+        (loading(RuntimeError("out of resources: shared memory")), None),
+        (ModelLoadError("the gate refuses it"), None),
+    ],
+    ids=repr,
+)
+def test_a_lack_of_memory_is_told_from_a_fault(exc: Exception, said: str | None) -> None:
+    found = memory_shortage(exc)
+    assert found is None if said is None else found is not None and found.endswith(said)
+
+
+class Runner:
+    """Of a runner what its cache is asked for."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.facts = SimpleNamespace(num_blocks=num_blocks, block_size=64, vocab_size=10)
+        self.launched: list[Any] = []
+
+    def launch(self, scheduled: list[Any]) -> SimpleNamespace:
+        self.launched = scheduled
+        return SimpleNamespace(tokens=lambda: [0] * len(scheduled))
+
+
+def test_a_step_names_no_block_that_the_cache_does_not_have() -> None:
+    runner: Any = Runner(num_blocks=1023)
+    with pytest.raises(ValueError, match="1023 blocks do not hold 64 sequences of 1024 tokens"):
+        gpu_engine.launch_decode(runner, rows=64, context=1024)
+    assert runner.launched == []
+    runner = Runner(num_blocks=1024)
+    assert len(gpu_engine.launch_decode(runner, rows=64, context=1024)) == 64
+    blocks = [block for item in runner.launched for block in item.sequence.block_table]
+    assert sorted(blocks) == list(range(1024))
+
+
 def test_decode_steps_are_those_in_which_every_request_decodes() -> None:
     answers = [
         gpu_engine.Answer(at, keys)
@@ -274,7 +361,7 @@ def ended(run: gpu_run.Run, *flags: str) -> int:
 
 @pytest.fixture
 def run() -> gpu_run.Run:
-    return gpu_run.Run(SimpleNamespace(device=None), gpu_run.FULL, seconds=100.0)  # type: ignore[arg-type]
+    return gpu_run.Run(SimpleNamespace(device=None), gpu_plan.FULL, seconds=100.0)  # type: ignore[arg-type]
 
 
 def test_only_check_asks_for_the_bounds(run: gpu_run.Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,12 +393,60 @@ def test_a_part_that_fails_takes_nothing_from_the_others(
     seen: list[str] = []
     monkeypatch.setattr(gpu_run, "free", lambda card: None)
     monkeypatch.setattr(gpu_run.Run, "_kernels", fail)
-    for part in ("_bandwidth", "_engine", "_peer"):
+    for part in ("_bandwidth", "_prefill", "_engine", "_peer"):
         monkeypatch.setattr(gpu_run.Run, part, lambda self, part=part: seen.append(part))
     run.measure()
-    assert seen == ["_bandwidth", "_engine", "_peer"]
+    assert seen == ["_bandwidth", "_prefill", "_engine", "_peer"]
     assert run.wrong == ["kernels: failed"]
     assert "an illegal memory access" in capsys.readouterr().out
+
+
+def test_without_room_for_the_graphs_step_there_is_none(run: gpu_run.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    runner: Any = Runner(num_blocks=570)
+    graphs: Any = SimpleNamespace(kept=None)
+    run._budget.begin("engine")
+    run._graph(runner, graphs)
+    assert (run.wrong, runner.launched) == ([], [])
+    said = "engine: a decode step of 64 sequences of 1024 tokens as a graph: the KV cache is too small"
+    assert run.skipped == [said]
+
+
+@pytest.mark.parametrize("part", ["_engine", "_peer"])
+def test_a_model_that_does_not_fit_is_not_made(
+    part: str, run: gpu_run.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a card of 16 GB."""
+    monkeypatch.setattr(gpu_run, "build_model", lambda *_, **__: pytest.fail("it was made"))
+    monkeypatch.setattr(run._card, "free_bytes", lambda: 15 * 10**9, raising=False)
+    run._ceilings = gpu_decode.Ceilings(1e9, 1e9)
+    run._budget = gpu_budget.TimeBudget(100.0, {part: 100.0})
+    run._budget.begin(part)
+    getattr(run, part)()
+    assert run.skipped == [f"{part}: all of it: no memory for it: 15.0 GiB of weights, 14.0 GiB free"]
+    assert run.wrong == []
+
+
+def test_a_part_that_runs_out_of_memory_is_left_out(
+    run: gpu_run.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: gpu_run.Run) -> None:
+        raise loading(MemoryShortageError("0 blocks"))
+
+    monkeypatch.setattr(gpu_run, "free", lambda card: None)
+    monkeypatch.setattr(gpu_run.Run, "_engine", fail)
+    for part in ("_kernels", "_bandwidth", "_prefill", "_peer"):
+        monkeypatch.setattr(gpu_run.Run, part, lambda self: None)
+    run.measure()
+    assert run.wrong == []
+    assert run.skipped == ["engine: the rest of it: no memory for it: not enough"]
+
+
+def test_the_versions_are_those_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"triton": "3.6.0", "flash-attn-3": "3.0.0"}
+    monkeypatch.setattr(gpu_versions, "_version", there.get)
+    said = gpu_versions.versions()
+    assert "triton 3.6.0, flash-attn-3 3.0.0" in said
+    assert "transformers" not in said
 
 
 # ---- the card ----
@@ -397,9 +532,9 @@ def test_generate_batch_gives_every_request_its_tokens() -> None:
 import sys
 sys.path[:0] = [{str(BENCH)!r}, {str(ROOT / ".typecheck")!r}]
 import torch
-from gpu_model import build_model, random_prompts
-from gpu_peer import PeerError, run_peer
-from gpu_shapes import ModelShape
+from gpu_parts.model import build_model, random_prompts
+from gpu_parts.peer import PeerError, run_peer
+from gpu_parts.shapes import ModelShape
 shape = ModelShape(layers=1, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocabulary=64)
 model = build_model(shape, max_context=64, device=torch.device("cpu"), dtype=torch.float32, seed=1)
 assert sum(p.numel() for p in model.parameters()) == shape.parameters
@@ -463,6 +598,31 @@ def test_without_a_device_it_says_so_and_prints_no_figure(bare: dict[str, str]) 
     assert ended.stderr == "cannot measure: torch finds no CUDA device here\n"
 
 
+@pytest.mark.parametrize(
+    ("capability", "lacks", "said"),
+    [((7, 5), "", "A card has compute capability 7.5, and 8.0 is needed"), ((8, 0), "transformers", "transformers")],
+)
+def test_what_it_cannot_do_without_is_named(capability: tuple[int, int], lacks: str, said: str) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+sys.argv = ["gpu.py"]
+import gpu
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda device: {capability}
+torch.cuda.get_device_name = lambda device: "A card"
+if {lacks!r}:
+    sys.modules[{lacks!r}] = None
+gpu.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == CANNOT_MEASURE, ended.stderr
+    assert (ended.stdout, ended.stderr.count("\n")) == ("", 1)
+    assert ended.stderr.startswith("cannot measure: ")
+    assert said in ended.stderr
+
+
 def test_it_needs_nothing_but_torch_triton_transformers_and_numpy(bare: dict[str, str]) -> None:
     program = f"""
 import importlib.util, sys
@@ -472,11 +632,12 @@ for name in ("pydantic", "redis", "structlog", "arq", "accelerate", "pytest"):
     assert importlib.util.find_spec(name) is None, name
 import gpu
 gpu.see_checkout()
-import gpu_card, gpu_run
+from gpu_parts import card, run
+from gpu_parts.versions import versions
 import inferq.engine.assembly as assembly
 assert assembly.__file__.startswith({str(ROOT)!r}), assembly.__file__
 assert {str(ROOT)!r} not in sys.path
-print(gpu_run.versions())
+print(versions())
 """
     ended = python(bare, "-c", program)
     assert ended.returncode == 0, ended.stderr

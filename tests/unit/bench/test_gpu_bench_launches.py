@@ -17,12 +17,13 @@ from support.compiled import SM_80, SM_90, fresh_cache, launches
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
 
-import gpu_attention_checks
-import gpu_bandwidth
-import gpu_layer_checks
-import gpu_run
-from gpu_checks import Case, Draw
-from gpu_shapes import LLAMA_8B
+from gpu_parts import attention_checks as gpu_attention_checks
+from gpu_parts import bandwidth as gpu_bandwidth
+from gpu_parts import layer_checks as gpu_layer_checks
+from gpu_parts import plan as gpu_plan
+from gpu_parts import prefill as gpu_prefill
+from gpu_parts.checks import Case, Draw
+from gpu_parts.shapes import LLAMA_8B
 
 META = torch.device("meta")
 PLACES = {
@@ -66,7 +67,7 @@ def launching(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.slow(family="gpu bench launches", share=0.1)
 @pytest.mark.parametrize("card", [SM_80, SM_90], ids=str)
-@pytest.mark.parametrize("case", gpu_run.FULL.cases, ids=lambda case: f"{case.kernel}-{case.case}")
+@pytest.mark.parametrize("case", gpu_plan.FULL.cases, ids=lambda case: f"{case.kernel}-{case.case}")
 def test_a_check_launches(case: Case, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     place = PLACES[case.kernel]
     monkeypatch.setattr(place, case.kernel, launching(getattr(place, case.kernel)))
@@ -79,7 +80,7 @@ def test_a_check_launches(case: Case, card: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("batch", gpu_bandwidth.BATCHES)
 def test_decode_is_launched_for_every_batch(batch: int, card: Any) -> None:
     stand_in: Any = SimpleNamespace(device=META, multiprocessors=132)
-    kernel = gpu_bandwidth.triton_kernel(LLAMA_8B, stand_in, max_context=max(gpu_bandwidth.CONTEXTS))
+    kernel = gpu_bandwidth.triton_kernel(LLAMA_8B, stand_in, max_context=gpu_bandwidth.MAX_CONTEXT)
     pool = gpu_bandwidth.Pool.of(batch * max(gpu_bandwidth.CONTEXTS), LLAMA_8B, META, torch.bfloat16)
     keys, values = pool.blocks(kernel.block)
     tables = torch.empty(batch, len(keys) // batch, dtype=torch.int32, device=META)
@@ -89,3 +90,15 @@ def test_decode_is_launched_for_every_batch(batch: int, card: Any) -> None:
         output: Any = kernel.launch(batch)(query, keys, values, tables, lengths)
     assert output.shape == query.shape
     assert len(made) == 2  # splits, and what joins them
+
+
+@pytest.mark.parametrize("card", [SM_80, SM_90], ids=str)
+@pytest.mark.parametrize("case", gpu_prefill.CASES, ids=str)
+def test_prefill_is_launched(case: Any, card: Any) -> None:
+    kernel = gpu_prefill.kernels(None)[0]
+    pool = gpu_bandwidth.Pool.of(case.seq_len, LLAMA_8B, META, torch.bfloat16)
+    prompt = gpu_prefill.Prompt.of(case, pool, kernel.block, LLAMA_8B)
+    with launches(card) as made:
+        output = kernel.prepare(prompt)()
+    assert output.shape == prompt.query.shape
+    assert len(made) == 1

@@ -1,4 +1,4 @@
-"""Part 5: transformers' own continuous batching, `generate_batch`, on the same model, prompts and number of tokens."""
+"""Part 6: transformers' own continuous batching, `generate_batch`, on the same model, prompts and number of tokens."""
 
 from __future__ import annotations
 

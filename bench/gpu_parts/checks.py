@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,11 @@ class Draw:
 
     def lengths(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def starts_of(chunks: Sequence[tuple[int, int]]) -> list[int]:
+    """Where the query tokens of each (query tokens, all tokens) begin, and where the last ones end."""
+    return [0, *accumulate(tokens for tokens, _ in chunks)]
 
 
 class PagedCache:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from inferq.cuda.graph import GraphRecorder
 from inferq.engine.decode_graphs import Capture
 
-#: A copy of this many bytes is far larger than any L2, and takes milliseconds.
+#: Of a copy: so far more than an L2 holds that its share does not matter.
 COPY_BYTES: Final = 4 * 2**30
 #: The side of the square matrix product that measures the arithmetic rate.
 MATRIX: Final = 8192
@@ -105,7 +105,7 @@ class Card:
         return 2 * size / timing.median, timing
 
     def matrix_rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of a large matrix product of random numbers: zeros would draw less power, and be faster."""
+        """FLOP/s of a large matrix product, of random numbers: power, and with it the clock, depends on them."""
         left, right = (torch.randn(MATRIX, MATRIX, dtype=dtype, device=self.device) for _ in range(2))
         out = torch.empty_like(left)
         timing = self.time(lambda: torch.mm(left, right, out=out), 10)
@@ -113,5 +113,5 @@ class Card:
 
 
 def random_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """int32 [size / 4], not compressible: some devices move zeros faster."""
+    """int32 [size / 4], random, so that nothing on the way can compress them."""
     return torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device)

@@ -41,6 +41,11 @@ class ModelShape:
         return self.step_parameters * self.itemsize
 
     @property
+    def all_weight_bytes(self) -> int:
+        """What the device has to hold."""
+        return self.parameters * self.itemsize
+
+    @property
     def layer_token_bytes(self) -> int:
         """K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
@@ -59,6 +64,17 @@ LLAMA_8B: Final = ModelShape(
 def attention_bytes(shape: ModelShape, contexts: Sequence[int]) -> int:
     """K and V that one layer reads to decode a token of each sequence."""
     return shape.layer_token_bytes * sum(contexts)
+
+
+def prefill_flop(shape: ModelShape, query_len: int, seq_len: int) -> int:
+    """What one layer's causal attention computes for the last `query_len` of `seq_len` tokens.
+
+    A query token's key with that of each token it sees, and that one's value with its weight: 2 products of head_dim
+    numbers, each a multiplication and an addition, for every query head.
+    """
+    before = seq_len - query_len
+    seen = query_len * before + query_len * (query_len + 1) // 2
+    return 2 * 2 * shape.heads * shape.head_dim * seen
 
 
 def roofline_seconds(shape: ModelShape, contexts: Sequence[int], *, bytes_per_s: float, flop_per_s: float) -> float:

@@ -14,12 +14,9 @@ from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
 import torch
-from gpu_card import Card
-from gpu_model import NAME, loaded
-from gpu_shapes import ModelShape
 
 from inferq.engine.assembly import assemble
-from inferq.engine.attention.backends import choose_backend
+from inferq.engine.attention.backends import choose_backends
 from inferq.engine.attention.choice import Choice, Workload
 from inferq.engine.config import EngineConfig
 from inferq.engine.core import EngineCore
@@ -29,6 +26,10 @@ from inferq.engine.pipe import Add, Down, PipeError, Refused, Step, Stop, Up
 from inferq.engine.runner import ModelRunner
 from inferq.engine.sequence import Scheduled, SequenceSampling
 from inferq.engine.sequence import Sequence as EngineSequence
+
+from .card import Card
+from .model import NAME, loaded
+from .shapes import ModelShape
 
 #: Tokens a step at most: prompts are computed in chunks of that many.
 STEP_TOKENS: Final = 8192
@@ -47,10 +48,10 @@ class Recorded(NamedTuple):
 
 
 class KeptGraphs:
-    """Records as `capture` does, and keeps the graph whose logits have so many rows."""
+    """Records as `recorder` does, and keeps the graph whose logits have so many rows."""
 
-    def __init__(self, capture: Capture, model: Any, rows: int) -> None:
-        self._capture = capture
+    def __init__(self, recorder: Capture, model: Any, rows: int) -> None:
+        self.recorder = recorder
         self._rows = rows
         self._logits = torch.empty(0)
         self.kept: Recorded | None = None
@@ -65,7 +66,7 @@ class KeptGraphs:
         return self._logits
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        replay = self._capture(run)
+        replay = self.recorder(run)
         if self._logits.shape[-2:-1] == (self._rows,):
             self.kept = Recorded(run, replay, self._logits)
         self._logits = torch.empty(0)  # of the others, graphs may use the memory again
@@ -73,9 +74,9 @@ class KeptGraphs:
 
 
 def make_runner(
-    model: Any, shape: ModelShape, *, max_context: int, max_seqs: int, capture: Capture, attention: str = "triton"
+    model: Any, shape: ModelShape, *, max_context: int, max_seqs: int, capture: KeptGraphs, attention: str = "triton"
 ) -> ModelRunner:
-    """Says on the way what `auto` would choose, and what the engine logs."""
+    """Says on the way what `auto` would choose, and what the engine logs. Raises ModelLoadError."""
     config = EngineConfig(
         model=NAME,
         max_model_len=max_context,
@@ -87,19 +88,19 @@ def make_runner(
         loaded(model, shape, max_context=max_context),
         config,
         _log,
-        choose=partial(_choose, attention),
+        choose=partial(_choose, attention, capture.recorder),
         kernels=load_kernels(),
         capture=capture,
     )
 
 
-def _choose(attention: str, workload: Workload) -> Choice:
+def _choose(attention: str, recorder: Capture, workload: Workload) -> list[Choice]:
     try:
-        auto = choose_backend("auto", None, workload)
-        print(f"  auto would choose {auto.backend.name}: {auto.reason}", flush=True)
+        auto = choose_backends("auto", recorder, workload)
+        print(f"  auto would try {', '.join(each.backend.name for each in auto)}: {auto[0].reason}", flush=True)
     except Exception as exc:  # it is looked at only
         print(f"  auto cannot choose: {exc!r}", flush=True)
-    return choose_backend(attention, None, workload)
+    return choose_backends(attention, recorder, workload)
 
 
 def _log(level: str, event: str, **details: Any) -> None:
@@ -190,7 +191,12 @@ def generate(runner: ModelRunner, prompts: Sequence[list[int]], new_tokens: int)
 
 
 def launch_decode(runner: ModelRunner, *, rows: int, context: int) -> list[int]:
-    """A step of `rows` sequences over what lies in the cache, `context` tokens each; the runner's arrays stay so."""
+    """A step of `rows` sequences over what lies in the cache, `context` tokens each; the runner's arrays stay so.
+
+    Raises ValueError where the cache has too few blocks for them: the kernels would write behind its end.
+    """
+    if not fits(runner, rows=rows, context=context):
+        raise ValueError(f"{runner.facts.num_blocks} blocks do not hold {rows} sequences of {context} tokens")
     count = -(-context // runner.facts.block_size)
     scheduled = []
     for row in range(rows):

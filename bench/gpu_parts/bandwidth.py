@@ -13,23 +13,26 @@ from typing import Final, NamedTuple
 
 import torch
 from figures import Figure, table
-from gpu_budget import TimeBudget
-from gpu_card import Card, Timing
-from gpu_shapes import ModelShape, attention_bytes
 
-from inferq.cuda.flash import PAGE_TOKENS, FlashParams, FlashUnsupportedError, load_flash
+from inferq.cuda.flash import PAGE_TOKENS, Flash, FlashParams
 from inferq.cuda.paged_decode import DecodeWorkspace, num_splits, paged_decode
 from inferq.engine.attention.triton import BLOCK_SIZE
 
+from .budget import TimeBudget
+from .card import Card, Timing
+from .shapes import ModelShape, attention_bytes
+
 BATCHES: Final = (1, 8, 64, 256)
 CONTEXTS: Final = (512, 2048, 8192, 32768)
+#: The longest context that the engine is taken to serve: the number of splits follows from it, `--quick` or not.
+MAX_CONTEXT: Final = 32768
 QUICK_BATCHES: Final = (1, 64)
 QUICK_CONTEXTS: Final = (512, 2048, 8192)
 #: The share that decode has to reach where there is enough to read: at this batch, from this context on.
 BOUND: Final = 0.85
 BOUND_BATCH: Final = 64
 BOUND_CONTEXT: Final = 2048
-#: What a case takes at most, Triton's compiler included.
+#: What has to be left for a case to begin, Triton's compiler included: a guess on the safe side.
 CASE_SECONDS: Final = 6.0
 REPEATS: Final = 15
 MAX_LAUNCHES: Final = 256
@@ -91,9 +94,7 @@ def triton_kernel(shape: ModelShape, card: Card, *, max_context: int, block: int
     return DecodeKernel("triton", block, True, launch)
 
 
-def flash_kernel(shape: ModelShape, card: Card) -> DecodeKernel:
-    """Raises FlashUnsupportedError where flash-attn is not installed."""
-    flash = load_flash(card.device)
+def flash_kernel(flash: Flash, shape: ModelShape) -> DecodeKernel:
     params = FlashParams(scale=shape.head_dim**-0.5)
 
     def launch(rows: int) -> Launch:
@@ -103,14 +104,10 @@ def flash_kernel(shape: ModelShape, card: Card) -> DecodeKernel:
     return DecodeKernel(name, PAGE_TOKENS, flash.graph_safe, launch)
 
 
-def kernels(shape: ModelShape, card: Card, budget: TimeBudget, *, max_context: int) -> list[DecodeKernel]:
+def kernels(shape: ModelShape, card: Card, flash: Flash | None, *, max_context: int) -> list[DecodeKernel]:
     """Those that there are here."""
-    found = [triton_kernel(shape, card, max_context=max_context)]
-    try:
-        found.append(flash_kernel(shape, card))
-    except FlashUnsupportedError as exc:
-        budget.skip("flash-attn", str(exc))
-    return found
+    ours = triton_kernel(shape, card, max_context=max_context)
+    return [ours] if flash is None else [ours, flash_kernel(flash, shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +185,7 @@ def measure_all(
     measured = []
     with torch.inference_mode():
         for batch, context in cases:
-            if batch * context > len(pool):
+            if any(batch * -(-context // kernel.block) > len(pool) // kernel.block for kernel in found):
                 budget.skip(f"decode {batch} x {context}", "does not fit into the device's memory")
                 continue
             measured += [

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from figures import table
-from gpu_budget import TimeBudget
-from gpu_engine import Generated, fits, generate
-from gpu_model import random_prompts
-from gpu_shapes import ModelShape, roofline_seconds
 
 from inferq.engine.runner import ModelRunner
+
+from .budget import TimeBudget
+from .engine import Generated, fits, generate
+from .model import random_prompts
+from .shapes import ModelShape, roofline_seconds
 
 #: 64 first: it has bounds, and there may not be time for all.
 BATCHES: Final = (64, 1, 256)
 QUICK_BATCHES: Final = (64, 1)
 PROMPT_TOKENS: Final = 1024
 NEW_TOKENS: Final = 128
-#: What prompts are computed at, and what a decode step is from the roofline, at worst: to know what there is time for.
+#: Shares of the matrix rate and of the roofline, from which the time that a batch will take is guessed.
 _PREFILL_SHARE: Final = 0.25
 _DECODE_SHARE: Final = 0.25
 

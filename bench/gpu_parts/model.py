@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from gpu_shapes import ModelShape
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inferq.engine.model import LoadedModel
+
+from .shapes import ModelShape
 
 NAME: Final = "random-llama"
 

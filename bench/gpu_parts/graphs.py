@@ -1,4 +1,4 @@
-"""Part 3: a decode step replayed as a graph gives the bits of an eager one, and takes no longer than its kernels."""
+"""Part 5: a decode step replayed as a graph gives the bits of an eager one, and takes no longer than its kernels."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Final, NamedTuple
 
 import torch
 from figures import Figure
-from gpu_card import Card, Timing
-from gpu_engine import KeptGraphs, launch_decode
 
 from inferq.engine.runner import ModelRunner
+
+from .card import Card, Timing
+from .engine import KeptGraphs, launch_decode
 
 #: How much longer than its kernels together a replay may take.
 BOUND: Final = 0.03

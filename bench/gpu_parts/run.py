@@ -7,92 +7,42 @@ come back, with what was measured until then.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import os
-import platform
 import secrets
 import sys
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, NoReturn
 
-import gpu_bandwidth as bandwidth
-import gpu_decode as decode
-import torch
 from figures import CANNOT_MEASURE, OVER_BUDGET, Figure, figures_table, report
-from gpu_attention_checks import attention_cases
-from gpu_budget import TimeBudget, end_after
-from gpu_card import Card
-from gpu_checks import Case, Check
-from gpu_correctness import checks_table, max_error, run_checks, worst
-from gpu_engine import Generated, KeptGraphs, free, generate, make_runner
-from gpu_graphs import graph_figures, measure_graph
-from gpu_layer_checks import layer_cases
-from gpu_model import build_model, random_prompts
-from gpu_peer import PeerError, attentions, run_peer
-from gpu_shapes import LLAMA_8B, ModelShape
 
+from inferq.cuda.flash import Flash, FlashUnsupportedError, load_flash
 from inferq.engine.runner import ModelRunner
 
+from . import bandwidth, decode, prefill
+from .budget import TimeBudget, end_after
+from .card import Card
+from .checks import Check
+from .correctness import checks_table, max_error, run_checks, worst
+from .engine import Generated, KeptGraphs, fits, free, generate, make_runner
+from .flash_checks import flash_cases
+from .graphs import graph_figures, measure_graph
+from .memory import memory_shortage
+from .model import build_model, random_prompts
+from .peer import PeerError, attentions, run_peer
+from .plan import Plan
+from .versions import versions
+
 #: Of the time, what is kept for each part.
-SHARES: Final = {"kernels": 0.26, "bandwidth": 0.2, "engine": 0.32, "generate_batch": 0.22}
+SHARES: Final = {"kernels": 0.25, "bandwidth": 0.19, "prefill": 0.05, "engine": 0.3, "generate_batch": 0.21}
 #: The part that is not ours: that it takes too long is no fault of ours.
 PEER: Final = "generate_batch"
-#: What it takes at least: a pool of random numbers and one case.
+#: What has to be left for these to begin: guesses on the safe side. A pool of random numbers and one case;
 BANDWIDTH_SECONDS: Final = 10.0
-#: What it takes to make the model and its graphs, and to have `generate_batch` start and generate.
+#: the model and its graphs; the model again, and `generate_batch` until it has generated.
 ENGINE_SECONDS: Final = 30.0
 PEER_SECONDS: Final = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much of what is measured."""
-
-    shape: ModelShape
-    cases: tuple[Case, ...]
-    dtype: torch.dtype = torch.bfloat16
-    batches: tuple[int, ...] = bandwidth.BATCHES
-    contexts: tuple[int, ...] = bandwidth.CONTEXTS
-    decode_batches: tuple[int, ...] = decode.BATCHES
-    prompt_tokens: int = decode.PROMPT_TOKENS
-    new_tokens: int = decode.NEW_TOKENS
-    graph_rows: int = 64
-    peer_requests: int = 64
-    peer_prompt_tokens: int = 256
-    peer_settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-FULL: Final = Plan(shape=LLAMA_8B, cases=(*layer_cases(), *attention_cases()))
-QUICK: Final = replace(
-    FULL,
-    batches=bandwidth.QUICK_BATCHES,
-    contexts=bandwidth.QUICK_CONTEXTS,
-    decode_batches=decode.QUICK_BATCHES,
-)
-
-
-def versions() -> str:
-    """Of what the figures depend on."""
-    return ", ".join(
-        f"{name} {version}"
-        for name, version in {
-            "torch": torch.__version__,
-            **{name: _version(name) for name in ("triton", "transformers", "flash-attn")},
-            "CUDA": torch.version.cuda,
-            "Python": platform.python_version(),
-        }.items()
-        if version is not None
-    )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class Run:
@@ -130,6 +80,7 @@ class Run:
         for part, measure in {
             "kernels": self._kernels,
             "bandwidth": self._bandwidth,
+            "prefill": self._prefill,
             "engine": self._engine,
             PEER: self._peer,
         }.items():
@@ -138,7 +89,10 @@ class Run:
             try:
                 free(self._card)  # what the part before held
                 measure()
-            except Exception:
+            except Exception as exc:
+                if (lack := memory_shortage(exc)) is not None:
+                    self._budget.skip("the rest of it", f"no memory for it: {lack}")
+                    continue
                 print(traceback.format_exc(), flush=True)
                 self.wrong.append(f"{part}: failed")
 
@@ -171,10 +125,19 @@ class Run:
         cases = ((batch, context) for batch in self._plan.batches for context in self._plan.contexts)
         return sum(bandwidth.has_bound(*case) for case in cases) + 1
 
+    @cached_property
+    def _flash(self) -> Flash | None:
+        """The first part that asks for it says why there is none."""
+        try:
+            return load_flash(self._card.device)
+        except FlashUnsupportedError as exc:
+            self._budget.skip("flash-attn", str(exc))
+            return None
+
     def _kernels(self) -> None:
-        checks = run_checks(
-            self._plan.cases, self._budget, device=self._card.device, dtype=self._plan.dtype, seed=self._seed
-        )
+        plan = self._plan
+        cases = [*plan.cases, *(flash_cases(self._flash, plan.flash_shapes) if self._flash is not None else [])]
+        checks = run_checks(cases, self._budget, device=self._card.device, dtype=plan.dtype, seed=self._seed)
         print(checks_table(checks))
         self.keys["max_error"] = finite(max_error(checks))
         self.keys["errors"] = {k: {"error": finite(c.error), "bound": c.bound} for k, c in worst(checks).items()}
@@ -191,7 +154,7 @@ class Run:
             Figure("matrix product", self._ceilings.flop_per_s / 1e12, "TFLOP/s", digits=0),
         ]
         self.keys |= {"copy_gb_s": copied / 1e9, "matrix_tflop_s": self._ceilings.flop_per_s / 1e12}
-        found = bandwidth.kernels(plan.shape, card, self._budget, max_context=max(plan.contexts))
+        found = bandwidth.kernels(plan.shape, card, self._flash, max_context=plan.max_context)
         measured = bandwidth.measure_all(
             found, plan.shape, card, self._budget, dtype=plan.dtype, batches=plan.batches, contexts=plan.contexts
         )
@@ -202,12 +165,31 @@ class Run:
             kernel.name: bandwidth.shares(measured, copied, kernel.name) for kernel in found
         }
 
+    def _prefill(self) -> None:
+        plan = self._plan
+        if self._ceilings is None:
+            self._budget.skip("all of it", "the device's matrix product was not measured")
+            return
+        found = prefill.kernels(self._flash)
+        measured = prefill.measure_all(
+            found, plan.shape, self._card, self._budget, dtype=plan.dtype, cases=plan.prefills
+        )
+        right = [each for each in measured if each.holds]
+        for each in measured:
+            if not each.holds and each.kernel == prefill.TORCH:
+                self._budget.skip(f"prefill of {each.case}, {each.kernel}", f"its error is {each.error:.1e}")
+            elif not each.holds:
+                self.wrong.append(f"prefill of {each.case}, {each.kernel}: error {each.error:.1e}")
+        print(prefill.prefill_table(right, self._ceilings.flop_per_s))
+        self.figures += prefill.prefill_figures(right)
+        self.keys["prefill"] = prefill.as_keys(right, self._ceilings.flop_per_s)
+
     def _engine(self) -> None:
         plan = self._plan
         if self._ceilings is None:
             self._budget.skip("all of it", "the device's bandwidth was not measured")
             return
-        if not self._budget.allows("all of it", ENGINE_SECONDS):
+        if not self._budget.allows("all of it", ENGINE_SECONDS) or not self._has_room():
             return
         context = plan.prompt_tokens + plan.new_tokens
         model = self._model(context)
@@ -237,6 +219,10 @@ class Run:
 
     def _graph(self, runner: ModelRunner, graphs: KeptGraphs) -> None:
         plan = self._plan
+        if not fits(runner, rows=plan.graph_rows, context=plan.prompt_tokens):
+            what = f"a decode step of {plan.graph_rows} sequences of {plan.prompt_tokens} tokens as a graph"
+            self._budget.skip(what, "the KV cache is too small")
+            return
         result = measure_graph(runner, graphs, self._card, rows=plan.graph_rows, context=plan.prompt_tokens)
         if result is None:
             self.wrong.append(f"no graph of {plan.graph_rows} rows was recorded")
@@ -250,7 +236,7 @@ class Run:
 
     def _peer(self) -> None:
         plan = self._plan
-        if not self._budget.allows("all of it", PEER_SECONDS):
+        if not self._budget.allows("all of it", PEER_SECONDS) or not self._has_room():
             return
         print(f"{self._peer_work()}; settings {dict(plan.peer_settings) or 'as they come'}", flush=True)
         model = self._model(plan.prompt_tokens + plan.new_tokens)
@@ -269,6 +255,14 @@ class Run:
                 ratio = self._generated.tokens_per_s / run.tokens_per_s
                 self.figures.append(Figure(f"engine against generate_batch, {attention}", ratio, "x"))
         self.keys["generate_batch_tok_s"] = results
+
+    def _has_room(self) -> bool:
+        """Whether the weights fit into the device's memory; if not, that is said."""
+        weights, there = self._plan.shape.all_weight_bytes, self._card.free_bytes()
+        if weights > there:
+            sizes = f"{weights / 2**30:.1f} GiB of weights, {there / 2**30:.1f} GiB free"
+            self._budget.skip("all of it", f"no memory for it: {sizes}")
+        return weights <= there
 
     def _model(self, context: int) -> Any:
         """The same one for whoever generates."""

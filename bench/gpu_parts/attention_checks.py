@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
-import gpu_oracle as oracle
 import torch
-from gpu_checks import Case, Draw, PagedCache
 
 from inferq.cuda.paged_decode import DecodeWorkspace, paged_decode
 from inferq.cuda.paged_prefill import paged_prefill
+
+from . import oracle
+from .checks import Case, Draw, PagedCache, starts_of
 
 #: Around the edges of blocks and tiles; 0 is a padded row.
 CONTEXTS: Final = (0, 1, 31, 32, 33, 63, 64, 65, 127, 200, 1000, 2049)
@@ -33,6 +35,10 @@ class Shape:
     value_dim: int | None = None  #: where it is not `dim`
     kv_heads: int = 2
     block: int = 32
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
 
     def __str__(self) -> str:
         facts = [f"dim {self.dim}", f"group {self.group}", f"block {self.block}"]
@@ -78,14 +84,14 @@ def attention_cases(
 
 
 def check_decode(shape: Shape, contexts: tuple[int, ...], draw: Draw) -> float:
-    value_dim, heads = shape.value_dim or shape.dim, shape.kv_heads * shape.group
-    cache = _cache(shape, draw, contexts)
+    value_dim, heads = shape.value_dim or shape.dim, shape.heads
+    cache = cache_of(shape, draw, contexts)
     # As the model gives it: a part of each row of the fused projections.
     query = draw.poisoned(len(contexts), heads + 1, shape.dim)[:, :heads]
     query.copy_(draw.normal(*query.shape))
     query[[row for row, context in enumerate(contexts) if context == 0]] = float("nan")
     output = draw.poisoned(len(contexts), heads, value_dim)
-    options = _options(shape, draw)
+    options = options_of(shape, draw)
     paged_decode(
         query,
         cache.key,
@@ -97,24 +103,16 @@ def check_decode(shape: Shape, contexts: tuple[int, ...], draw: Draw) -> float:
         workspace=DecodeWorkspace.allocate(len(contexts), heads, shape.splits, value_dim, draw.device),
         **options,
     )
-    expected = torch.zeros(output.shape, dtype=torch.float64, device=draw.device)
-    for row, context in enumerate(contexts):
-        if context:
-            attended = oracle.attention(query[row : row + 1], cache.keys[row], cache.values[row], **options)
-            expected[row] = attended[0]
-    return oracle.row_error(output, expected)
+    return decode_error(output, query, cache, options)
 
 
 def check_prefill(shape: Shape, chunks: tuple[tuple[int, int], ...], draw: Draw) -> float:
-    heads = shape.kv_heads * shape.group
-    cache = _cache(shape, draw, [context for _, context in chunks])
-    starts = [0]
-    for tokens, _ in chunks:
-        starts.append(starts[-1] + tokens)
-    query = draw.normal(starts[-1] + 3, heads, shape.dim)
+    cache = cache_of(shape, draw, [context for _, context in chunks])
+    starts = starts_of(chunks)
+    query = draw.normal(starts[-1] + 3, shape.heads, shape.dim)
     query[starts[-1] :] = float("nan")
-    output = draw.poisoned(len(query), heads, shape.value_dim or shape.dim)
-    options = _options(shape, draw)
+    output = draw.poisoned(len(query), shape.heads, shape.value_dim or shape.dim)
+    options = options_of(shape, draw)
     paged_prefill(
         query,
         cache.key,
@@ -126,7 +124,25 @@ def check_prefill(shape: Shape, chunks: tuple[tuple[int, int], ...], draw: Draw)
         max_query_len=max(tokens for tokens, _ in chunks),
         **options,
     )
-    error = 0.0 if bool(output[starts[-1] :].isnan().all()) else float("inf")  # rows of nobody stay as they were
+    if not bool(output[starts[-1] :].isnan().all()):  # rows of nobody stay as they were
+        return float("inf")
+    return prefill_error(output, query, cache, starts, options)
+
+
+def decode_error(output: torch.Tensor, query: torch.Tensor, cache: PagedCache, options: Mapping[str, Any]) -> float:
+    """Of output [sequences, heads, value_dim] for one query token of each sequence; zeros for an empty one."""
+    expected = torch.zeros(output.shape, dtype=torch.float64, device=output.device)
+    for row, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        if len(keys):
+            expected[row] = oracle.attention(query[row : row + 1], keys, values, **options)[0]
+    return oracle.row_error(output, expected)
+
+
+def prefill_error(
+    output: torch.Tensor, query: torch.Tensor, cache: PagedCache, starts: Sequence[int], options: Mapping[str, Any]
+) -> float:
+    """Of output [tokens, heads, value_dim], where the query tokens of the sequences begin and end at `starts`."""
+    error = 0.0
     for row, (begin, end) in enumerate(pairwise(starts)):
         if begin < end:
             expected = oracle.attention(query[begin:end], cache.keys[row], cache.values[row], **options)
@@ -134,7 +150,7 @@ def check_prefill(shape: Shape, chunks: tuple[tuple[int, int], ...], draw: Draw)
     return error
 
 
-def _cache(shape: Shape, draw: Draw, contexts: list[int] | tuple[int, ...]) -> PagedCache:
+def cache_of(shape: Shape, draw: Draw, contexts: Sequence[int]) -> PagedCache:
     return PagedCache(
         draw,
         contexts,
@@ -145,6 +161,6 @@ def _cache(shape: Shape, draw: Draw, contexts: list[int] | tuple[int, ...]) -> P
     )
 
 
-def _options(shape: Shape, draw: Draw) -> dict[str, Any]:
-    sinks = draw.normal(shape.kv_heads * shape.group) if shape.sinks else None
+def options_of(shape: Shape, draw: Draw) -> dict[str, Any]:
+    sinks = draw.normal(shape.heads) if shape.sinks else None
     return {"scale": shape.dim**-0.5, "window": shape.window, "softcap": shape.softcap, "sinks": sinks}

@@ -6,13 +6,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Final
 
-import gpu_oracle as oracle
 import torch
 from figures import table
-from gpu_budget import TimeBudget
-from gpu_checks import Case, Check, Draw
 
-#: What one case takes at most, Triton's compiler included.
+from . import oracle
+from .budget import TimeBudget
+from .checks import Case, Check, Draw
+from .memory import memory_shortage
+
+#: What has to be left for a case to begin, Triton's compiler included: a guess on the safe side.
 CASE_SECONDS: Final = 5.0
 #: Kernels whose error is no rounding: a count, or a share of rows.
 EXACT: Final = ("kv_write", "sample")
@@ -29,7 +31,10 @@ def run_checks(
         try:
             with torch.inference_mode():
                 error = run(Draw.on(device, dtype, seed + number))
-        except Exception:
+        except Exception as exc:
+            if (lack := memory_shortage(exc)) is not None:
+                budget.skip(f"{kernel} ({case})", f"no memory for it: {lack}")
+                continue
             print(f"{kernel} ({case}) failed:\n{traceback.format_exc()}", flush=True)
             error = float("inf")
         checks.append(Check(kernel, case, error, oracle.BOUNDS[dtype] if bound is None else bound))
