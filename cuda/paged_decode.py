@@ -9,13 +9,13 @@ alone, and every length is read on the device, so that a CUDA graph can hold the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 
 from .paged_decode_kernels import _reduce_kernel, _split_kernel
-from .paged_tiles import INTERPRETED, LaunchConfig, padded, row_bytes, tile_of
+from .paged_tiles import LaunchConfig, launch_options, padded, row_bytes, tile_of
 from .strides import require_dense_rows
 
 MAX_SPLITS: Final = 32
@@ -39,51 +39,10 @@ def num_splits(rows: int, kv_heads: int, *, multiprocessors: int, max_context: i
 def decode_config(*, key_dim: int, value_dim: int, dtype: torch.dtype, group: int, block: int) -> LaunchConfig:
     """How `_split_kernel` is launched for `group` query heads a KV head and blocks of `block` tokens."""
     size = row_bytes(key_dim, value_dim, dtype)
-    # More rows than these and their weighted values do not fit into the registers of four warps.
-    rows = min(padded(group), 32 if size <= 256 else 16)
+    # With more rows than these, what they sum does not fit into the registers of four warps; nor, without tensor cores,
+    # as in float32, do their operands.
+    rows = min(padded(group), 32 if size <= 256 and dtype.itemsize < 4 else 16)
     return LaunchConfig(rows=rows, tile=tile_of(size, block), warps=4, stages=3)
-
-
-def split_options(
-    config: LaunchConfig,
-    *,
-    key_dim: int,
-    value_dim: int,
-    group: int,
-    block: int,
-    splits: int,
-    window: int | None,
-    softcap: float | None,
-) -> dict[str, Any]:
-    """What a launch of `_split_kernel` fixes when it is compiled, and how many warps and stages it has."""
-    return {
-        "GROUP": group,
-        "ROWS": config.rows,
-        "BLOCK": block,
-        "TILE": config.tile,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "KEY_PAD": padded(key_dim),
-        "VALUE_PAD": padded(value_dim),
-        "SPLITS": splits,
-        "WINDOW": window or 0,
-        "SOFTCAP": softcap or 0.0,
-        "UPCAST": INTERPRETED,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
-
-
-def reduce_options(config: LaunchConfig, *, value_dim: int, splits: int, window: int | None) -> dict[str, Any]:
-    """The same for `_reduce_kernel`, after a `_split_kernel` of this `config`."""
-    return {
-        "TILE": config.tile,
-        "VALUE_DIM": value_dim,
-        "VALUE_PAD": padded(value_dim),
-        "SPLITS": splits,
-        "WINDOW": window or 0,
-        "num_warps": 4,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +122,8 @@ def paged_decode(
         *output.stride()[:2],
         *(partial.stride()[:3] if partial is not None else (0, 0, 0)),
         *(lse.stride()[:2] if lse is not None else (0, 0)),
-        **split_options(
-            config,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            group=group,
-            block=block,
-            splits=splits,
-            window=window,
-            softcap=softcap,
-        ),
+        SPLITS=splits,
+        **launch_options(config, key_cache, value_cache, group=group, window=window, softcap=softcap),
     )
     if partial is not None and lse is not None:
         _reduce_kernel[(rows, heads)](
@@ -184,5 +135,10 @@ def paged_decode(
             *partial.stride()[:3],
             *lse.stride()[:2],
             *output.stride()[:2],
-            **reduce_options(config, value_dim=value_dim, splits=splits, window=window),
+            TILE=config.tile,
+            VALUE_DIM=value_dim,
+            VALUE_PAD=padded(value_dim),
+            SPLITS=splits,
+            WINDOW=window or 0,
+            num_warps=4,
         )

@@ -7,50 +7,33 @@ program follows from the sequence alone, so a sequence's result is the same to t
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from .paged_tiles import INTERPRETED, LOG2_E, LaunchConfig, attend_tiles, padded, row_bytes, tile_of
+from .paged_tiles import INTERPRETED, LOG2_E, LaunchConfig, attend_tiles, launch_options, padded, row_bytes, tile_of
 from .strides import require_dense_rows
 
 
 def prefill_config(*, key_dim: int, value_dim: int, dtype: torch.dtype, block: int) -> LaunchConfig:
-    """How `_prefill_kernel` is launched for blocks of `block` tokens."""
+    """How `_prefill_kernel` is launched for blocks of `block` tokens, on the current device."""
     size = row_bytes(key_dim, value_dim, dtype)
     # Without tensor cores, as in float32, a thread holds whole operands in its registers.
     rows = 64 if dtype.itemsize < 4 else 16
-    return LaunchConfig(rows=rows, tile=tile_of(size, block), warps=4 if size <= 128 else 8, stages=3)
+    tile = tile_of(size, block)
+    # What three stages take: the queries, two tiles of keys and values, and the weights of one tile. Two stages take
+    # less, but before Hopper nothing is computed then while a tile comes.
+    held = rows * padded(key_dim) + 2 * tile * (padded(key_dim) + padded(value_dim)) + rows * tile
+    fits = INTERPRETED or held * dtype.itemsize <= _shared_bytes(triton.runtime.driver.active.get_current_device())
+    return LaunchConfig(rows=rows, tile=tile, warps=4 if size <= 128 else 8, stages=3 if fits else 2)
 
 
-def prefill_options(
-    config: LaunchConfig,
-    *,
-    key_dim: int,
-    value_dim: int,
-    group: int,
-    block: int,
-    window: int | None,
-    softcap: float | None,
-) -> dict[str, Any]:
-    """What a launch of `_prefill_kernel` fixes when it is compiled, and how many warps and stages it has."""
-    return {
-        "GROUP": group,
-        "ROWS": config.rows,
-        "BLOCK": block,
-        "TILE": config.tile,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "KEY_PAD": padded(key_dim),
-        "VALUE_PAD": padded(value_dim),
-        "WINDOW": window or 0,
-        "SOFTCAP": softcap or 0.0,
-        "UPCAST": INTERPRETED,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
+@functools.cache
+def _shared_bytes(device: int) -> int:
+    """The most shared memory that a program may have: 99 KiB on cards of compute capability 8.6, 8.9 and 12."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def paged_prefill(
@@ -99,15 +82,7 @@ def paged_prefill(
         *value_cache.stride()[:3],
         block_tables.stride(0),
         *output.stride()[:2],
-        **prefill_options(
-            config,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            group=group,
-            block=block,
-            window=window,
-            softcap=softcap,
-        ),
+        **launch_options(config, key_cache, value_cache, group=group, window=window, softcap=softcap),
     )
 
 

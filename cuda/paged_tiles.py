@@ -6,7 +6,7 @@ FlashAttention-2 (Dao, 2023), in powers of two: scores carry a factor log2(e). K
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -53,6 +53,34 @@ def tile_of(row_size: int, block: int) -> int:
     largest = min(MAX_TILE, max(MIN_SIDE, MAX_TILE_BYTES // row_size))
     dividing = min(block & -block, largest)
     return dividing if 2 * dividing >= largest else largest
+
+
+def launch_options(
+    config: LaunchConfig,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    group: int,
+    window: int | None,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """What a launch of a kernel with `attend_tiles` fixes when it is compiled, and how many warps and stages it has."""
+    key_dim, value_dim = key_cache.shape[3], value_cache.shape[3]
+    return {
+        "GROUP": group,
+        "ROWS": config.rows,
+        "BLOCK": key_cache.shape[2],
+        "TILE": config.tile,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_PAD": padded(key_dim),
+        "VALUE_PAD": padded(value_dim),
+        "WINDOW": window or 0,
+        "SOFTCAP": softcap or 0.0,
+        "UPCAST": INTERPRETED,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
 
 
 @triton.jit

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.paged_oracle import attention, make_pages
+from support import paged_cases
+from support.paged_cases import GRID, TOLERANCE, Sequences, nan
+from support.paged_oracle import attention
 from support.pairs import as_parameters, covering
 from support.rounding import huge_tensor
 
@@ -16,111 +18,48 @@ from inferq.cuda.paged_decode import DecodeWorkspace, decode_config, num_splits,
 # A score far above the cap: its hyperbolic tangent is 1, by way of an infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-KV_HEADS = 2
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-PLAIN: dict[str, Any] = {
-    "dims": (128, 128),
-    "group": 4,
-    "block": 32,
-    "dtype": torch.float16,
-    "window": None,
-    "softcap": None,
-    "sinks": False,
-    "splits": 4,
-    "strided": False,
-}
-#: All at once, and blocks that are smaller than a tile.
-SPECIAL = PLAIN | {
-    "dims": (80, 40),
-    "group": 3,
-    "block": 16,
-    "dtype": torch.float32,
-    "window": 70,
-    "softcap": 5.0,
-    "sinks": True,
-    "strided": True,
-}
-CASES = covering(
-    dims=[(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (40, 72)],
-    group=[1, 3, 4, 8],
-    block=[16, 32, 48, 64, 256],
-    dtype=[torch.float16, torch.float32],
-    window=[None, 1, 17, 64, 65, 10_000],
-    softcap=[None, 5.0],
-    sinks=[False, True],
-    splits=[1, 2, 8],
-    strided=[False, True],
-)
+PLAIN = paged_cases.PLAIN | {"splits": 4}
+SPECIAL = paged_cases.SPECIAL | {"splits": 4, "window": 70}
+CASES = covering(**GRID | {"window": [None, 1, 17, 64, 65, 10_000]}, splits=[1, 2, 8])
 
 
-def nan(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype)
-
-
-class Case:
-    """Sequences of `lengths`, a query for each, and what is asked of their attention."""
+class Case(Sequences):
+    """Sequences of `lengths`, with a query for each."""
 
     def __init__(self, case: dict[str, Any], lengths: list[int]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        (self.key_dim, self.value_dim), self.dtype = case["dims"], case["dtype"]
-        self.heads, self.splits, self.strided = KV_HEADS * case["group"], case["splits"], case["strided"]
-        self.lengths = lengths
-        self.pages = make_pages(
-            lengths,
-            kv_heads=KV_HEADS,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            block=case["block"],
-            dtype=self.dtype,
-            generator=generator,
-            token_major=self.strided,
-        )
-        self.query = torch.randn(len(lengths), self.heads, self.key_dim, generator=generator).to(self.dtype)
-        if self.strided:
-            around = nan(len(lengths), self.heads + 3, self.key_dim + 5, dtype=self.dtype)
-            around[:, 1 : self.heads + 1, 2 : self.key_dim + 2] = self.query
-            self.query = around[:, 1 : self.heads + 1, 2 : self.key_dim + 2]
+        super().__init__(case, lengths)
+        self.lengths, self.splits = lengths, case["splits"]
+        self.query = self.draw(len(lengths))
         self.query[[length == 0 for length in lengths]] = float("nan")
-        sinks = 2 * torch.randn(self.heads, generator=generator)
-        self.params = {
-            "scale": 1.3 * self.key_dim**-0.5,
-            "window": case["window"],
-            "softcap": case["softcap"],
-            "sinks": sinks.to(self.dtype) if case["sinks"] else None,
-        }
 
     def decode(self, rows: list[int] | None = None) -> torch.Tensor:
         """[rows, heads, value_dim], of all sequences or of those in `rows`."""
         rows = list(range(len(self.lengths))) if rows is None else rows
-        around = nan(len(rows), self.heads + 2, self.value_dim + 3, dtype=self.dtype)
-        output = around[:, 1:-1, :-3] if self.strided else around[:, 1:-1, :-3].contiguous()
         workspace = DecodeWorkspace.allocate(
             len(rows) + 1, self.heads + 1, 2 * self.splits, self.value_dim + 1, torch.device("cpu")
         )
         workspace.partial.fill_(float("nan"))
         workspace.lse.fill_(float("nan"))
-        paged_decode(
-            self.query[rows] if rows != list(range(len(self.lengths))) else self.query,
-            self.pages.key_cache,
-            self.pages.value_cache,
-            self.pages.tables[rows],
-            self.pages.seq_lens[rows],
-            output,
-            splits=self.splits,
-            workspace=None if self.splits == 1 else workspace,
-            **self.params,
+        return self.written(
+            len(rows),
+            lambda output: paged_decode(
+                self.placed(self.query[rows]),
+                self.pages.key_cache,
+                self.pages.value_cache,
+                self.pages.tables[rows],
+                self.pages.seq_lens[rows],
+                output,
+                splits=self.splits,
+                workspace=None if self.splits == 1 else workspace,
+                **self.params,
+            ),
         )
-        written = output.clone()
-        output.fill_(float("nan"))
-        assert around.isnan().all(), "wrote outside of its output"
-        return written
 
     def expected(self) -> torch.Tensor:
         rows = torch.zeros(len(self.lengths), self.heads, self.value_dim, dtype=torch.float64)
         for row, length in enumerate(self.lengths):
             if length:
-                keys, values = self.pages.keys[row], self.pages.values[row]
-                rows[row] = attention(self.query[row : row + 1], keys, values, **self.params)[0]
+                rows[row] = self.attention(self.query[row : row + 1], row)[0]
         return rows
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paged_cases import GRID, PLAIN, SPECIAL, TOLERANCE, Sequences, nan
 from support.paged_oracle import attention, make_pages
 from support.pairs import as_parameters, covering
 from support.rounding import huge_tensor
@@ -16,112 +17,46 @@ from inferq.cuda.paged_prefill import paged_prefill, prefill_config
 # A score far above the cap: its hyperbolic tangent is 1, by way of an infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-KV_HEADS = 2
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-PLAIN: dict[str, Any] = {
-    "dims": (128, 128),
-    "group": 4,
-    "block": 32,
-    "dtype": torch.float16,
-    "window": None,
-    "softcap": None,
-    "sinks": False,
-    "strided": False,
-}
-#: All at once, and blocks that are smaller than a tile.
-SPECIAL = PLAIN | {
-    "dims": (80, 40),
-    "group": 3,
-    "block": 16,
-    "dtype": torch.float32,
-    "window": 20,
-    "softcap": 5.0,
-    "sinks": True,
-    "strided": True,
-}
-CASES = covering(
-    dims=[(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (40, 72)],
-    group=[1, 3, 4, 8],
-    block=[16, 32, 48, 64, 256],
-    dtype=[torch.float16, torch.float32],
-    window=[None, 1, 17, 64, 10_000],
-    softcap=[None, 5.0],
-    sinks=[False, True],
-    strided=[False, True],
-)
 
-
-def nan(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype)
-
-
-class Case:
-    """Sequences of (new tokens, all tokens), and what is asked of their attention."""
+class Case(Sequences):
+    """Sequences of (new tokens, all tokens), with a query for each new token."""
 
     def __init__(self, case: dict[str, Any], lengths: list[tuple[int, int]]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        (self.key_dim, self.value_dim), self.dtype = case["dims"], case["dtype"]
-        self.heads, self.strided = KV_HEADS * case["group"], case["strided"]
+        super().__init__(case, [total for _, total in lengths])
         self.lengths = lengths
-        self.pages = make_pages(
-            [total for _, total in lengths],
-            kv_heads=KV_HEADS,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            block=case["block"],
-            dtype=self.dtype,
-            generator=generator,
-            token_major=self.strided,
-        )
-        #: Of each sequence, [new, heads, key_dim].
-        self.queries = [
-            torch.randn(new, self.heads, self.key_dim, generator=generator).to(self.dtype) for new, _ in lengths
-        ]
-        sinks = 2 * torch.randn(self.heads, generator=generator)
-        self.params = {
-            "scale": 1.3 * self.key_dim**-0.5,
-            "window": case["window"],
-            "softcap": case["softcap"],
-            "sinks": sinks.to(self.dtype) if case["sinks"] else None,
-        }
+        self.queries = [self.draw(new) for new, _ in lengths]
 
     def prefill(self, rows: list[int] | None = None) -> list[torch.Tensor]:
         """[new, heads, value_dim] of each sequence, or of those in `rows`; NaN where nothing was written."""
         rows = list(range(len(self.lengths))) if rows is None else rows
         queries = [self.queries[row] for row in rows]
         counts = [len(query) for query in queries]
-        tokens = sum(counts) + 5  # the last ones are padding
-        query = nan(tokens, self.heads + 3 * self.strided, self.key_dim + 5 * self.strided, dtype=self.dtype)
-        query = query[:, : self.heads, : self.key_dim]
-        query[: sum(counts)] = torch.cat(queries)
-        around = nan(tokens, self.heads + 2, self.value_dim + 3, dtype=self.dtype)
-        output = around[:, 1:-1, :-3] if self.strided else around[:, 1:-1, :-3].contiguous()
-        paged_prefill(
-            query,
-            self.pages.key_cache,
-            self.pages.value_cache,
-            self.pages.tables[rows],
-            torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-            self.pages.seq_lens[rows],
-            output,
-            max_query_len=max(counts) + 70,
-            **self.params,
-        )
-        written = output.clone()
-        output.fill_(float("nan"))
-        assert around.isnan().all() and written[sum(counts) :].isnan().all(), "wrote outside of its output"
-        return list(written[: sum(counts)].split(counts))
-
-    def expected(self, row: int) -> torch.Tensor:
-        return attention(self.queries[row], self.pages.keys[row], self.pages.values[row], **self.params)
+        padding = nan(5, self.heads, self.key_dim, dtype=self.dtype)
+        *written, after = self.written(
+            sum(counts) + len(padding),
+            lambda output: paged_prefill(
+                self.placed(torch.cat([*queries, padding])),
+                self.pages.key_cache,
+                self.pages.value_cache,
+                self.pages.tables[rows],
+                torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+                self.pages.seq_lens[rows],
+                output,
+                max_query_len=max(counts) + 70,
+                **self.params,
+            ),
+        ).split([*counts, len(padding)])
+        assert after.isnan().all(), "wrote for rows of no sequence"
+        return written
 
     def check(self) -> None:
         for row, output in enumerate(self.prefill()):
             if self.lengths[row][1] == 0:
                 assert output.isnan().all(), "wrote for a sequence of length 0"
             else:
+                expected, tolerance = self.attention(self.queries[row], row), TOLERANCE[self.dtype]
                 torch.testing.assert_close(
-                    output.double(), self.expected(row), rtol=0, atol=TOLERANCE[self.dtype], msg=str(self.lengths[row])
+                    output.double(), expected, rtol=0, atol=tolerance, msg=str(self.lengths[row])
                 )
 
 
@@ -144,7 +79,7 @@ def edges(case: dict[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("case", as_parameters([PLAIN, SPECIAL, PLAIN | {"block": 16, "window": 5}], CASES))
+@pytest.mark.parametrize("case", as_parameters([PLAIN, SPECIAL, PLAIN | {"block": 16, "window": 5}], covering(**GRID)))
 def test_it_is_attention(case: dict[str, Any]) -> None:
     Case(case, edges(case)).check()
 
@@ -191,7 +126,7 @@ def test_scores_far_from_zero(softcap: float | None) -> None:
     sequences = Case(SPECIAL | {"softcap": softcap, "sinks": False}, [(7, 50)])
     sequences.params["scale"] = 1000.0
     (output,) = sequences.prefill()
-    torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.double(), sequences.attention(sequences.queries[0], 0), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("far_apart", ["tokens", "heads"])

@@ -8,7 +8,7 @@ import torch
 
 from inferq.cuda.paged_decode import DecodeWorkspace, paged_decode
 from inferq.cuda.paged_prefill import paged_prefill
-from support.compiled import SM_80, SM_90, Launch, absent, launches
+from support.compiled import SM_80, SM_89, SM_90, Launch, absent, launches
 
 KV_HEADS = 8
 #: Entries of a row of the block tables.
@@ -16,10 +16,10 @@ TABLE_WIDTH = 2048
 
 #: What a case has, and the values that the matrix of cases takes.
 VALUES: dict[str, list[Any]] = {
-    "card": [SM_80, SM_90],
-    "dtype": [torch.float16, torch.bfloat16],
+    "card": [SM_80, SM_89, SM_90],
+    "dtype": [torch.float16, torch.bfloat16, torch.float32],
     "dims": [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)],  # of a key, of a value
-    "group": [1, 3, 4, 8, 71],  # query heads a KV head
+    "group": [1, 3, 8, 71],  # query heads a KV head
     "block": [16, 64, 256],
     "window": [None, 1024],
     "softcap": [None, 30.0],
@@ -36,7 +36,7 @@ PLAIN: dict[str, Any] = {
     "softcap": None,
     "sinks": False,
 }
-#: All that the kernels can do at once, on the older card.
+#: All that the kernels can do at once, on the oldest card.
 SPECIAL: dict[str, Any] = {
     "card": SM_80,
     "dtype": torch.float16,
@@ -47,6 +47,8 @@ SPECIAL: dict[str, Any] = {
     "softcap": 30.0,
     "sinks": True,
 }
+#: The widest heads, on a card with the least shared memory.
+WIDE = PLAIN | {"card": SM_89, "dims": (256, 256)}
 
 
 def decode(case: dict[str, Any], *, rows: int = 32) -> list[Launch]:

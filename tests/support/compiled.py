@@ -13,17 +13,20 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from support.pairs import as_parameters
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 #: A kernel keeps what was compiled for a device as long as it lives, so each is used once; real ones count from 0.
@@ -42,7 +45,21 @@ class Card(NamedTuple):
 
 
 SM_80 = Card(80, 163 * 1024)
+SM_89 = Card(89, 99 * 1024)
 SM_90 = Card(90, 227 * 1024)
+
+#: To compile a kernel takes a second or two, so a small run does it for few cases.
+COMPILED = pytest.mark.slow(family="compiled", share=0.02)
+
+
+def compiled_cases(
+    core: Sequence[dict[str, Any]], cases: Sequence[dict[str, Any]], mark: pytest.MarkDecorator = COMPILED
+) -> list[Any]:
+    """What a test is parametrized with: the core runs always, the rest of the cases has the mark."""
+    return [
+        pytest.param(*parameter.values, id=parameter.id, marks=mark if parameter.marks else ())
+        for parameter in as_parameters(core, cases)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,11 +183,12 @@ def fresh_cache(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_registers(launch: Launch, *, at_most: int = 255) -> None:
-    """Nothing of a thread lives in device memory."""
+def check_registers(launch: Launch, *, at_most: int = 255, stack_bytes: int = 0) -> None:
+    """No more of a thread than this lives in device memory."""
     code = launch.code
-    assert code.stack_bytes == 0, f"{launch.kernel}: {code.stack_bytes} bytes of stack"
-    assert code.count("LDL") + code.count("STL") == 0, f"{launch.kernel} spills: {code.memory_instructions}"
+    assert code.stack_bytes <= stack_bytes, f"{launch.kernel}: {code.stack_bytes} bytes of stack"
+    spills = code.count("LDL") + code.count("STL")
+    assert spills == 0 or stack_bytes, f"{launch.kernel} spills: {code.memory_instructions}"
     assert code.registers <= at_most, f"{launch.kernel}: {code.registers} registers"
 
 

@@ -1,4 +1,4 @@
-"""What `ptxas` makes of the attention kernels for two cards that need not be there, and that the checks can fail."""
+"""What `ptxas` makes of the attention kernels for cards that need not be there, and that the checks can fail."""
 
 from __future__ import annotations
 
@@ -7,53 +7,79 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_launches import PLAIN, SPECIAL, VALUES, decode, prefill
+from support.attention_launches import PLAIN, SPECIAL, VALUES, WIDE, decode, prefill
 from support.compiled import (
+    COMPILED,
+    SM_80,
+    SM_89,
+    SM_90,
+    Card,
     Launch,
     check_async_copies,
     check_grid,
     check_registers,
     check_tensor_cores,
+    compiled_cases,
     fresh_cache,
+    launches,
 )
-from support.pairs import as_parameters, covering
+from support.pairs import covering
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+
+from inferq.cuda.paged_prefill import prefill_config
 
 pytestmark = pytest.mark.usefixtures("fresh_triton_cache")
 
 #: Of each thread of a decode kernel with heads of up to 128 and one tile of query heads: so three blocks of 128 threads
 #: share a multiprocessor.
 REGISTERS = 168
+#: Bytes of a thread that may lie in device memory in float32, for which there are no tensor cores.
+SPILLED = 32
 SPLIT = PLAIN | {"splits": 8}
 
 
-def tile_bytes(launch: Launch) -> int:
-    """The keys and values of one tile, of 2 bytes an element, with what pads them."""
+def tile_bytes(launch: Launch, dtype: torch.dtype) -> int:
+    """The keys and values of one tile, with what pads them."""
     fixed = launch.constants
-    return 2 * fixed["TILE"] * (fixed["KEY_PAD"] + fixed["VALUE_PAD"])
+    return dtype.itemsize * fixed["TILE"] * (fixed["KEY_PAD"] + fixed["VALUE_PAD"])
 
 
-@pytest.mark.parametrize("case", as_parameters([SPLIT, SPECIAL | {"splits": 1}], covering(**VALUES, splits=[1, 8])))
+def check(attend: Launch, dtype: torch.dtype, *, registers: int = 255) -> None:
+    check_registers(attend, at_most=registers, stack_bytes=SPILLED if dtype is torch.float32 else 0)
+    check_async_copies(attend, tile_bytes(attend, dtype))
+    check_grid(attend)
+    if dtype is not torch.float32:
+        check_tensor_cores(attend, dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    compiled_cases([SPLIT, SPECIAL | {"splits": 1}], covering(**VALUES, splits=[1, 8])),
+)
 def test_decode(case: dict[str, Any]) -> None:
     attend, *join = decode(case)
-    check_registers(attend, at_most=REGISTERS if max(case["dims"]) <= 128 and case["group"] <= 16 else 255)
-    check_async_copies(attend, tile_bytes(attend))
-    check_tensor_cores(attend, case["dtype"])
-    check_grid(attend)
+    check(attend, case["dtype"], registers=REGISTERS if max(case["dims"]) <= 128 and case["group"] <= 16 else 255)
     assert len(join) == (case["splits"] > 1)
     for launch in join:
         check_registers(launch, at_most=64)
         check_grid(launch)
 
 
-@pytest.mark.parametrize("case", as_parameters([PLAIN, SPECIAL], covering(**VALUES)))
+@pytest.mark.parametrize("case", compiled_cases([PLAIN, SPECIAL, WIDE], covering(**VALUES)))
 def test_prefill(case: dict[str, Any]) -> None:
     (attend,) = prefill(case)
-    check_registers(attend)
-    check_async_copies(attend, tile_bytes(attend))
-    check_tensor_cores(attend, case["dtype"])
-    check_grid(attend)
+    check(attend, case["dtype"])
+
+
+def test_three_stages_are_in_flight_where_they_fit() -> None:
+    def stages(card: Card, dims: tuple[int, int]) -> int:
+        with launches(card):
+            return prefill_config(key_dim=dims[0], value_dim=dims[1], dtype=torch.bfloat16, block=64).stages
+
+    assert {dims: [stages(card, dims) for card in (SM_80, SM_89, SM_90)] for dims in VALUES["dims"]} == {
+        dims: [3, 2 if dims == (256, 256) else 3, 3] for dims in VALUES["dims"]
+    }
 
 
 def test_no_length_has_kernels_of_its_own() -> None:
@@ -64,6 +90,7 @@ def test_no_length_has_kernels_of_its_own() -> None:
     assert len({launch.key for (launch,) in prefilled}) == 1
 
 
+@COMPILED
 class TestTheChecksFail:
     """With a kernel that is compiled with other options."""
 
@@ -97,7 +124,7 @@ class TestTheChecksFail:
         launch = decode(SPLIT)[0]
         assert launch.code.count("LDG", "128")
         with pytest.raises(AssertionError, match="copies 0 bytes"):
-            check_async_copies(launch, tile_bytes(launch))
+            check_async_copies(launch, tile_bytes(launch, SPLIT["dtype"]))
 
     def test_on_products_without_tensor_cores(self) -> None:
         launch = decode(SPLIT | {"dtype": torch.float32})[0]
@@ -109,15 +136,16 @@ class TestTheChecksFail:
             check_tensor_cores(decode(SPLIT)[0], torch.float16)
 
     def test_on_too_much_shared_memory(self, options: dict[str, Any]) -> None:
-        options |= {"TILE": 128}
+        options |= {"num_stages": 3}
         with pytest.raises(OutOfResources, match="shared memory"):
-            decode(SPLIT | {"dims": (256, 256), "block": 256})
+            prefill(WIDE)
 
     def test_on_too_large_a_grid(self) -> None:
         with pytest.raises(AssertionError, match="grid"):
             check_grid(prefill(PLAIN, rows=2**16, tokens=2**16)[0])
 
 
+@COMPILED
 def test_what_was_compiled_earlier_is_not_used(tmp_path: Path) -> None:
     for name in ("one", "other"):
         with fresh_cache(tmp_path / name):

@@ -17,9 +17,10 @@ from support.compiled import (
     check_grid,
     check_registers,
     check_wide_access,
+    compiled_cases,
     launches,
 )
-from support.pairs import as_parameters, covering
+from support.pairs import covering
 
 from inferq.cuda.activation import gated
 from inferq.cuda.kv_write import kv_write, rope_kv_write
@@ -53,7 +54,7 @@ NORM = USUAL | {"width": 4096, "adds": True}
 
 
 @pytest.mark.parametrize(
-    "case", as_parameters([NORM], covering(**ANY, width=[576, 2048, 4096, 5120, 16384], adds=[False, True]))
+    "case", compiled_cases([NORM], covering(**ANY, width=[576, 2048, 4096, 5120, 16384], adds=[False, True]))
 )
 def test_norm(case: dict[str, Any]) -> None:
     (launch,) = norm(case)
@@ -79,7 +80,7 @@ ACTIVATION = USUAL | {"width": 14336, "activation": "silu"}
 
 @pytest.mark.parametrize(
     "case",
-    as_parameters([ACTIVATION], covering(**ANY, width=[1536, 11008, 14336], activation=["silu", "gelu", "gelu_tanh"])),
+    compiled_cases([ACTIVATION], covering(**ANY, width=[1536, 11008, 14336], activation=["silu", "gelu", "gelu_tanh"])),
 )
 def test_activation(case: dict[str, Any]) -> None:
     (launch,) = activation(case)
@@ -107,7 +108,7 @@ DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)]  # of 
 
 
 @pytest.mark.parametrize(
-    "case", as_parameters([WRITE], covering(**ANY, dims=DIMS, kv_heads=[1, 3, 8], block=[16, 64, 256]))
+    "case", compiled_cases([WRITE], covering(**ANY, dims=DIMS, kv_heads=[1, 3, 8], block=[16, 64, 256]))
 )
 def test_kv_write(case: dict[str, Any]) -> None:
     (launch,) = write(case)
@@ -123,7 +124,7 @@ ROTARY = [(64, 64), (64, 16), (80, 32), (96, 96), (128, 128), (128, 64), (256, 2
 
 
 @pytest.mark.parametrize(
-    "case", as_parameters([ROPE], covering(**ANY, rotary=ROTARY, interleaved=[False, True], kv_heads=[3, 8]))
+    "case", compiled_cases([ROPE], covering(**ANY, rotary=ROTARY, interleaved=[False, True], kv_heads=[3, 8]))
 )
 def test_rope_kv_write(case: dict[str, Any]) -> None:
     if "rotary" in case:
@@ -141,11 +142,13 @@ def choose(case: dict[str, Any], *, rows: int = ROWS) -> list[Launch]:
     return launched
 
 
+#: Seconds for each case: a small run leaves that out.
+FIVE_KERNELS = pytest.mark.slow(family="compiled sampling", share=0)
 SAMPLING = USUAL | {"vocabulary": 128256}
 LOGITS = {"card": [SM_80, SM_90], "dtype": [torch.float16, torch.bfloat16, torch.float32]}
 
 
-@pytest.mark.parametrize("case", as_parameters([SAMPLING], covering(**LOGITS, vocabulary=[49152, 128256])))
+@pytest.mark.parametrize("case", compiled_cases([], covering(**LOGITS, vocabulary=[49152, 128256]), FIVE_KERNELS))
 def test_sampling(case: dict[str, Any]) -> None:
     launched = {launch.key: launch for launch in choose(case)}.values()
     assert len(launched) == 5, "more kernels than kinds of kernels: each is compiled when a worker starts"
@@ -159,8 +162,13 @@ def test_sampling(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "launch, case",
-    [(norm, NORM), (activation, ACTIVATION), (write, WRITE), (write, ROPE), (choose, SAMPLING)],
-    ids=["norm", "activation", "kv_write", "rope_kv_write", "sampling"],
+    [
+        pytest.param(norm, NORM, id="norm"),
+        pytest.param(activation, ACTIVATION, id="activation"),
+        pytest.param(write, WRITE, id="kv_write"),
+        pytest.param(write, ROPE, id="rope_kv_write"),
+        pytest.param(choose, SAMPLING, id="sampling", marks=FIVE_KERNELS),
+    ],
 )
 def test_no_number_of_rows_has_kernels_of_its_own(launch: Any, case: dict[str, Any]) -> None:
     """Else one would be compiled while requests wait."""
