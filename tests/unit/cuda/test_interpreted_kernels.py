@@ -41,3 +41,11 @@ def test_the_interpreted_kernels(request: pytest.FixtureRequest) -> None:
 
 def test_a_file_without_tests_does_not_pass(request: pytest.FixtureRequest) -> None:
     assert run_interpreted(KERNELS / "conftest.py", request.config).returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_a_file_that_is_named_without_the_interpreter_says_how_to_run_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(KERNELS / "test_norm.py")]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert child.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "TRITON_INTERPRET=1" in child.stderr and "tests/kernels/test_norm.py" in child.stderr
