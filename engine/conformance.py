@@ -114,6 +114,9 @@ class Gate:
         steps = [[length - _DECODED for length in _LENGTHS], *[[1] * len(_LENGTHS)] * _DECODED]
         parts = []
         for counts in steps:
+            for sequence, prompt, count in zip(sequences, self._prompts, counts, strict=True):
+                # As far as they are known: a step of one token is a decode.
+                sequence.token_ids = prompt[: sequence.num_computed_tokens + count].tolist()
             batch.fill([Scheduled(sequence, count) for sequence, count in zip(sequences, counts, strict=True)])
             backend.prepare(batch)
             with attending(backend):

@@ -88,6 +88,7 @@ class Case:
             end = start + count
             keys, values = self.ragged.keys[index][start:end], self.ragged.values[index][start:end]
             parts.append((self.query[index][start - cached : end - cached], keys, values))
+            sequence.token_ids = [0] * end  # as far as they are known: a step of one token is a decode
             scheduled.append(Scheduled(sequence, count))
             sequence.num_computed_tokens = end
         self.batch.fill(scheduled, rows)
