@@ -164,6 +164,7 @@ async def python_events(producer: InferenceClient, request_id: str, position: st
     ]
 
 
+@pytest.mark.slow
 async def test_it_reads_through_a_takeover(redis_url: str, client: redis.asyncio.Redis) -> None:
     """The first worker is killed while both readers look on; the second goes on in another epoch."""
     async with InferenceClient.from_url(redis_url, model=MODEL) as producer:
@@ -200,6 +201,7 @@ async def test_it_waits_from_the_queue_on_and_hears_of_a_cancellation(redis_url:
             assert (await reader.ended())[-1]["finish_reasons"] == ["cancelled"]
 
 
+@pytest.mark.slow
 async def test_it_survives_a_failover() -> None:
     """The promoted replica lacks what both readers have read already. Its owner says that again."""
     with restartable_server() as server:

@@ -29,7 +29,7 @@ LONG = ("engine.py", "recovery.py", "streaming.py")
     "script",
     [
         pytest.param(
-            script, marks=pytest.mark.slow(family=f"benchmarks {script in LONG}", share=0.34 * (script not in LONG))
+            script, marks=pytest.mark.slow(family=f"benchmarks {script in LONG}", share=0.25 * (script not in LONG))
         )
         for script in KEYS
     ],

@@ -94,6 +94,7 @@ async def test_cancel_while_running_keeps_the_partial_text(real_worker: RealWork
         await real_worker.until_idle()
 
 
+@pytest.mark.slow
 async def test_cancel_in_prefill_ends_with_no_tokens(real_worker: RealWorker) -> None:
     async def prefilling() -> bool:
         return (await real_worker.heartbeat())["stats"]["used_blocks"] > 100
@@ -191,6 +192,7 @@ async def test_sampling_with_a_seed_is_the_same_alone_and_in_company(real_worker
     assert len({result.token_ids for result in together[1:]}) > 1, "different seeds chose the same tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_clean_shutdown_and_kill_leave_nothing_behind() -> None:
     flags = ("--model", "demo", "--served-model-name", MODEL, "--dtype", "float32")

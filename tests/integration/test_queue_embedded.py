@@ -119,6 +119,7 @@ async def test_the_death_of_the_server_while_the_model_loads_is_told_at_once(fol
         await all_gone(family)
 
 
+@pytest.mark.slow
 async def test_a_folder_in_use_is_left_alone(folder: Path) -> None:
     async with embedded_server(folder) as server:
         with pytest.raises(EmbeddedServerError, match="another worker's server"):

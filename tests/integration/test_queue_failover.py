@@ -68,6 +68,7 @@ async def test_a_restart_longer_than_the_lease_costs_a_stream_nothing() -> None:
                 assert await left_over(client) == set()
 
 
+@pytest.mark.slow
 async def test_a_failover_that_lost_a_streams_tail_costs_it_nothing() -> None:
     """What was acknowledged and is gone is sent again: readers who had it see no repeat, the others no hole."""
     with restartable_server() as server:
@@ -201,6 +202,7 @@ async def test_a_worker_follows_the_sentinels_to_the_next_primary() -> None:
             assert await worker.wait() == Exit.NO_REDIS
 
 
+@pytest.mark.slow
 async def test_a_stall_longer_than_the_lease_costs_no_attempt() -> None:
     """Two healthy workers, and a server that answers nobody for a while: neither takes the other's streams for lost."""
     with restartable_server() as server:

@@ -19,6 +19,7 @@ from inferq.producer import InferenceClient, RequestFailed
 CANARY = "canary-5e1c"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["debug", "info"])
 async def test_no_prompt_and_no_completion_is_logged(redis_url: str, client: redis.asyncio.Redis, level: str) -> None:
     """Whatever becomes of the request: finished, refused, undecodable, the death of its engine, handed back."""

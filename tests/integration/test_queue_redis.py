@@ -22,6 +22,7 @@ from inferq.producer import InferenceClient
 SLOW = ["--step-ms", "10"]
 
 
+@pytest.mark.slow
 async def test_no_server_at_the_start_is_exit_3_and_one_line(tmp_path: object) -> None:
     with start_worker(f"unix://{tmp_path}/none.sock") as worker:
         assert await worker.wait(30) == 3
@@ -30,6 +31,7 @@ async def test_no_server_at_the_start_is_exit_3_and_one_line(tmp_path: object) -
         assert "--embedded" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "place"),
     [

@@ -147,6 +147,7 @@ async def _is_resumed(client: redis.asyncio.Redis, request_id: str) -> bool:
     return len(starts_of(await events(client, KEYS, request_id))) == 2
 
 
+@pytest.mark.slow
 async def test_a_stalled_worker_whose_jobs_nobody_took_goes_on(redis_url: str, client: redis.asyncio.Redis) -> None:
     """It takes its leases again, in the same attempt."""
     async with (

@@ -67,6 +67,7 @@ async def test_everybody_comes_by_tls(url: str) -> None:
             assert result.text == answer_to(f"no. {number}", 200)
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_not_trusted_is_named_as_that(url: str, tmp_path: Path) -> None:
     """By everybody, and without the password."""
     untrusted = url.replace(f"ssl_ca_certs={tmp_path}/cert.pem&", "")

@@ -114,6 +114,7 @@ def test_changed_pins_are_installed(set_up: ModuleType, monkeypatch: pytest.Monk
     assert set_up.installed == ["demo", "demo"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_set_up_is_made_anew(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(extra: str) -> None:
         (set_up.VENV / "half-made").touch()
@@ -127,6 +128,7 @@ def test_an_interrupted_set_up_is_made_anew(set_up: ModuleType, monkeypatch: pyt
     assert not (set_up.VENV / "half-made").exists()
 
 
+@pytest.mark.slow
 def test_a_broken_environment_is_made_anew(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(set_up, monkeypatch, "demo") == 0
     set_up.PYTHON.unlink()

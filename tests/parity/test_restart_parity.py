@@ -62,6 +62,7 @@ def all_ended(sinks: list[ListSink]) -> Callable[[], bool]:
     return lambda: all(sink.num_ends for sink in sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_kill_9_of_the_child_in_mid_stream_changes_no_token(
     undisturbed: list[ListSink], engine: AsyncInferenceEngine
@@ -76,6 +77,7 @@ async def test_kill_9_of_the_child_in_mid_stream_changes_no_token(
         assert (sink.token_ids, sink.text) == (whole.token_ids, whole.text)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_requests_taken_up_from_any_token_go_on_with_the_same_tokens_and_text(
     undisturbed: list[ListSink], engine: AsyncInferenceEngine

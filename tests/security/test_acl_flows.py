@@ -115,6 +115,7 @@ async def test_cancelled_overdue_and_forsaken(
             assert (await until_ended(admin, KEYS, request_id))[-1].finish_reasons == (reason,)
 
 
+@pytest.mark.slow
 async def test_taken_over_and_handed_back(
     secured: Secured, admin: redis.asyncio.Redis, producer: InferenceClient, reader: InferenceClient
 ) -> None:

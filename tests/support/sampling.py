@@ -61,23 +61,21 @@ def _what_runs(config: pytest.Config) -> str:
 def left_out(items: list[pytest.Item], seed: int, one_in: int | None = None) -> set[pytest.Item]:
     """The slow tests that a small run with this seed leaves out, or a run of that day's part.
 
-    A family is what the mark names, else the cases of one parametrized test, or the other slow tests of one file.
+    A family is what the mark names, else the slow tests of one folder.
     """
-    families: dict[tuple[object, ...], list[pytest.Item]] = defaultdict(list)
+    families: dict[tuple[str, float], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("slow")) is not None:
-            name = getattr(item, "originalname", None) if hasattr(item, "callspec") else None
-            of_file = (str(item.path), name, SHARE)
-            family = (mark.kwargs["family"], None, mark.kwargs["share"]) if mark.kwargs else of_file
-            families[family].append(item)
+            of_folder = (item.path.parent.name, SHARE)
+            families[(mark.kwargs["family"], mark.kwargs["share"]) if mark.kwargs else of_folder].append(item)
     out: set[pytest.Item] = set()
-    for key, family in families.items():
+    for (name, share), family in families.items():
         family.sort(key=lambda item: item.nodeid)
         if one_in is not None:
             out.update(item for number, item in enumerate(family) if number % one_in != _day(seed) % one_in)
             continue
-        keep = max(1, round(len(family) * key[2])) if key[2] else 0
-        out.update(random.Random(f"{seed} {key[1]}").sample(family, len(family) - keep))
+        keep = max(1, round(len(family) * share)) if share else 0
+        out.update(random.Random(f"{seed} {name}").sample(family, len(family) - keep))
     return out
 
 
