@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_the_torch_reference_with_everything_on(tmp_path
     assert fused["norms"] and fused["mlps"] and fused["layers"] and fused["rotations"], fused
 
 
-@pytest.mark.slow(family="interpreted", share=0.15)
+@pytest.mark.slow(family="interpreted engines", share=0)
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "qwen3", "gpt2"])
 def test_windows_caps_sinks_and_other_layers(architecture: str, tmp_path: Path) -> None:
     check(save_tiny_model(tmp_path / architecture, architecture, std=0.3), async_scheduling=False)

@@ -40,6 +40,9 @@ from gpu_parts.shapes import ModelShape
 from inferq.cuda import flash as cuda_flash
 from inferq.cuda.flash import Flash
 
+#: Quick each, and many: a small run takes a share.
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHAPE = ModelShape(layers=1, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocabulary=64, itemsize=4)
 PLAN = Plan(

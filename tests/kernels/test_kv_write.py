@@ -20,6 +20,9 @@ from transformers.models.llama import modeling_llama as llama
 
 from inferq.cuda.kv_write import kv_write, rope_kv_write
 
+#: Quick each, and many: a small run takes a share.
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 NUM_BLOCKS = 4
 

@@ -16,6 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from inferq.cuda.norm import MAX_WIDTH, add_rms_norm, rms_norm
 
+#: Quick each, and many: a small run takes a share.
+pytestmark = pytest.mark.slow
+
 EPS = 1e-6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
