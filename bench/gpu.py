@@ -47,7 +47,7 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             cannot_measure("torch finds no CUDA device here")
-        from inferq.cuda.support import why_no_triton
+        from inferq.cuda.availability import why_no_triton
 
         if (reason := why_no_triton(torch.device("cuda"))) is not None:
             cannot_measure(reason)

@@ -23,7 +23,7 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         # Not the default stream: what other streams do waits for that one, which a recording does not allow. And one
         # for all recordings: cuBLAS keeps a workspace for each stream that it has seen.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run it a few times, record it, and return what replays it on the current stream.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from inferq.cuda.support import why_no_triton
+from inferq.cuda.availability import why_no_triton
 
 from .assets import first_line
 from .attention import AttentionBackend

@@ -112,6 +112,7 @@ class _Result:
         self._batch = batch
         self._on_device = batch.device.type == "cuda"
         self._host = torch.zeros(batch.max_seqs, dtype=torch.int64, pin_memory=self._on_device)
+        # torch gives its events no types.
         self._event = torch.cuda.Event() if self._on_device else None  # type: ignore[no-untyped-call]
         self._count = 0
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from inferq.cuda.support import why_no_triton
+from inferq.cuda.availability import why_no_triton
 from inferq.engine.decode_graphs import Capture
 from inferq.engine.errors import ModelLoadError
 

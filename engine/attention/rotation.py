@@ -26,13 +26,15 @@ class Rotator(Protocol):
         ...
 
 
+#: What stands in modeling modules in place of their functions.
+_wrappers: Final[set[Callable[..., Any]]] = set()
 _rotator: ContextVar[Rotator | None] = ContextVar("inferq_rotator", default=None)
 
 
 def intercept(namespace: dict[str, Any]) -> None:
     """Puts the wrapper into a modeling module that has the function; once, and for good."""
     rotate = namespace[FUNCTION]
-    if hasattr(rotate, "asks_rotator"):
+    if rotate in _wrappers:
         return
 
     @functools.wraps(rotate)
@@ -40,7 +42,7 @@ def intercept(namespace: dict[str, Any]) -> None:
         rotator = _rotator.get()
         return rotate(*inputs, **options) if rotator is None else rotator(rotate, *inputs, **options)
 
-    apply.asks_rotator = True  # type: ignore[attr-defined]
+    _wrappers.add(apply)
     namespace[FUNCTION] = apply
 
 

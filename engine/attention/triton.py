@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from inferq.cuda.availability import triton_version
 from inferq.cuda.paged_decode import DecodeWorkspace, num_splits, paged_decode
 from inferq.cuda.paged_prefill import paged_prefill
-from inferq.cuda.support import triton_version
 from inferq.engine.decode_graphs import bucket_for, decode_buckets
 
 from .interface import AttentionParams, KVCache

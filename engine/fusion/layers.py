@@ -20,7 +20,9 @@ from .norms import Norm
 from .rewrite import Forward, Rewrites, agree, answers, random, stand_ins
 from .trace import Call, PointwiseAttention, Trace
 
-_FORMS: Final = {"nanm": (0, 1, None, 2, 3, None), "nannmn": (0, 1, 2, 3, 4, 5)}
+#: What a layer calls, in order: norm, attention, mlp.
+_PRE_NORM: Final = "nanm"
+_FOUR_NORMS: Final = "nannmn"
 
 
 class _Link:
@@ -120,9 +122,13 @@ def _parts(layer: Call, norms: Mapping[nn.Module, Norm]) -> _Parts | None:
         return None
     calls = [call for call in layer.children if not isinstance(call.module, nn.Dropout)]
     kinds = "".join("n" if call.module in norms else "a" if call.attends else "m" for call in calls)
-    if kinds not in _FORMS or len({call.module for call in calls}) < len(calls):
+    if kinds not in (_PRE_NORM, _FOUR_NORMS) or len({call.module for call in calls}) < len(calls):
         return None
-    parts = _Parts(*(None if index is None else calls[index] for index in _FORMS[kinds]))  # type: ignore[arg-type]
+    if kinds == _PRE_NORM:
+        before_attention, attention, before_mlp, mlp = calls
+        parts = _Parts(before_attention, attention, None, before_mlp, mlp, None)
+    else:
+        parts = _Parts(*calls)
     plain = all(call.only_input is not None for call in (*parts.norms, parts.mlp))
     return parts if plain and _passes_on(layer, parts.attention) else None
 

@@ -72,13 +72,12 @@ def _parts(module: nn.Module) -> _Gated | None:
         return None
     if "gate_up_proj" in children:
         return _Gated((children["gate_up_proj"],), children["down_proj"], activation)
-    first = (children.get("gate_proj"), children.get("up_proj"))
-    if not all(is_plain_linear(linear) for linear in first):
+    gate, up = children.get("gate_proj"), children.get("up_proj")
+    if not (is_plain_linear(gate) and is_plain_linear(up)):
         return None
-    gate, up = first
-    alike = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype  # type: ignore[union-attr]
-    same_bias = (gate.bias is None) == (up.bias is None)  # type: ignore[union-attr]
-    return _Gated(first, children["down_proj"], activation) if alike and same_bias else None
+    alike = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
+    same_bias = (gate.bias is None) == (up.bias is None)
+    return _Gated((gate, up), children["down_proj"], activation) if alike and same_bias else None
 
 
 def _activation(function: Any) -> Activation | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ def random(*shape: int, like: torch.Tensor, dtype: torch.dtype | None = None, se
     return numbers.to(device=like.device, dtype=dtype or like.dtype)
 
 
-def is_plain_linear(module: object) -> bool:
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
     """Whether it is torch's own Linear and nothing more: no subclass, no hooks, no forward of its own."""
     return type(module) is nn.Linear and module.weight.is_floating_point() and not is_hooked(module)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inferq.cuda import support
+from inferq.cuda import availability
 from inferq.engine.attention import AttentionBackend, AttentionParams, LayerProbe, LayerShape
 from inferq.engine.attention import choice as choice_module
 from inferq.engine.attention.backends import choose_backends
@@ -139,7 +139,7 @@ def test_what_needs_a_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_needs_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: None)
     on_cuda = replace(WORKLOAD, device=torch.device("cuda"))
     with pytest.raises(ModelLoadError, match="triton is not installed; it comes with torch's CUDA builds"):
         choose_backends("triton", None, on_cuda)
@@ -148,8 +148,8 @@ def test_what_needs_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_is_too_old_says_so_and_gets_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support.torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(support.torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(availability.torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(availability.torch.cuda, "get_device_name", lambda device: "Tesla T4")
     on_cuda = replace(WORKLOAD, device=torch.device("cuda"))
     with pytest.raises(
         ModelLoadError, match=r"Tesla T4 has compute capability 7.5, and 8.0 is needed; use --attention"
