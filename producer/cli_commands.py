@@ -147,8 +147,12 @@ def _fleet_as_text(fleet: Fleet) -> str:
     models = [("MODEL", "WAITING", "RUNNING", "CONTEXT", "WORKERS")]
     for each in fleet.models:
         context = each.card.max_model_len if each.card else None
-        num_workers = sum(worker.model == each.model for worker in fleet.workers)
+        num_workers = sum(worker.model == each.model and not worker.silent for worker in fleet.workers)
         models.append((each.model, str(each.waiting), str(each.running), str(context or "-"), str(num_workers)))
-    workers = [("WORKER", "MODEL", "RUNNING", "SLOTS")]
-    workers += [(each.worker, each.model, str(each.running), str(each.slots)) for each in fleet.workers]
+    workers = [("WORKER", "MODEL", "RUNNING", "SLOTS", "SEEN")]
+    for worker in fleet.workers:
+        seen = (
+            f"silent for {worker.last_seen_seconds:.0f} s" if worker.silent else f"{worker.last_seen_seconds:.0f} s ago"
+        )
+        workers.append((worker.worker, worker.model, str(worker.running), str(worker.slots), seen))
     return f"{table(models)}\n\n{table(workers)}"

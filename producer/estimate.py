@@ -20,7 +20,8 @@ _SAMPLE: Final = 32
 
 async def estimate_wait(redis: ArqRedis, keys: Keys, position: int) -> float | None:
     """Seconds until the job with `position` waiting jobs of the model before it starts. None: nobody can tell."""
-    slots = sum(worker.slots for worker in await read_workers(redis, keys) if worker.model == keys.model)
+    workers = [each for each in await read_workers(redis, keys) if each.model == keys.model and not each.silent]
+    slots = sum(each.slots for each in workers)
     if not slots:
         return None
     async with redis.pipeline(transaction=False) as pipe:

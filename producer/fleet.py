@@ -1,4 +1,4 @@
-"""Who serves what: the live workers, and the card of each model that says what `submit` may check.
+"""Who serves what: the workers that show signs of life, and the card of each model that says what `submit` may check.
 
 Reads what workers write with each heartbeat; a field that an older worker lacks is not checked.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from .contract import Keys
 from .errors import InvalidRequest, UnknownModel
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from arq.connections import ArqRedis
 
 _MAX_NAMED_MODELS: Final = 20
+#: A sign of life is overdue after so many heartbeats: a busy machine may be half of one late.
+_OVERDUE: Final = 1.5
 
 
 class _Heartbeat(BaseModel):
@@ -49,12 +51,23 @@ class Card(_Heartbeat):
 
 
 class WorkerInfo(_Heartbeat):
-    """What a live worker last said of itself."""
+    """What a worker last said of itself, and how long ago, by Redis' clock.
+
+    One that ends in good order leaves the list at once. Any other stays for three heartbeats, and is `silent` by then.
+    """
 
     worker: str
     model: str
     running: int = 0
     slots: int = 0
+    heartbeat_ms: int = 5000  #: between two signs of life; older workers do not say it, and this is the default
+    last_seen_seconds: float = 0.0
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def silent(self) -> bool:
+        """Whether its sign of life is overdue: it was killed, it hangs, or it has lost Redis."""
+        return self.last_seen_seconds * 1000 > _OVERDUE * self.heartbeat_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +91,22 @@ async def read_card(redis: ArqRedis, keys: Keys) -> Card | None:
 
 
 async def read_workers(redis: ArqRedis, keys: Keys) -> tuple[WorkerInfo, ...]:
-    """Every live worker, of whatever model."""
-    names = [name.decode() for name in await redis.zrange(keys.workers, 0, -1)]
-    reports = await redis.mget([keys.worker(name) for name in names]) if names else []
-    return tuple(worker for report in reports if (worker := _parse(WorkerInfo, report)))
+    """Every worker that has shown itself within its last three heartbeats, of whatever model."""
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.zrange(keys.workers, 0, -1, withscores=True)
+        (seconds, micros), beats = await pipe.execute()
+    now_s = seconds + micros / 1e6
+    reports = await redis.mget([keys.worker(name.decode()) for name, _ in beats]) if beats else []
+    return tuple(
+        worker.model_copy(update={"last_seen_seconds": round(max(0.0, now_s - seen_ms / 1000), 3)})
+        for report, (_, seen_ms) in zip(reports, beats, strict=True)
+        if (worker := _parse(WorkerInfo, report))
+    )
 
 
 async def read_fleet(redis: ArqRedis, keys: Keys, named: Iterable[str] = ()) -> Fleet:
-    """Every live worker and every model that one of them serves, and the `named` models whoever serves them."""
+    """The workers, every model that one of them serves, and the `named` models whoever serves them."""
     workers = await read_workers(redis, keys)
     models = sorted({worker.model for worker in workers} | set(named))
     async with redis.pipeline(transaction=False) as pipe:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from .contract import Keys
-from .events import TERMINAL_TYPES, NoWorker
+from .events import NoWorker
+from .reader import Entry, is_terminal
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from .position import EntryId
-    from .reader import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class Look:
 
     @property
     def waits_for_worker(self) -> bool:
-        over = self.last is not None and self.last[1].get(b"t", b"").decode() in TERMINAL_TYPES
-        return self.model is not None and not self.has_lease and not over
+        return self.model is not None and not self.has_lease and not is_terminal(self.last)
 
 
 async def look_at(redis: Redis, keys: Keys, request_id: str, cursor: EntryId, count: int | None) -> Look:

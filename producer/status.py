@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from .contract import Keys
 from .estimate import estimate_wait
-from .events import TERMINAL_TYPES, Event, Failed, Finished, FinishReason, Started
+from .events import Event, Failed, Finished, FinishReason, Started
 from .position import EntryId
-from .reader import Entry, read_event
+from .reader import Entry, is_terminal, read_event
 from .results import State, Status
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ async def read_status(redis: ArqRedis, keys: Keys, request_id: str) -> Status:
         pipe.xrevrange(keys.events(request_id), count=1)
         model, has_payload, has_lease, entries = await pipe.execute()
     last: Entry | None = entries[0] if entries else None
-    if last and last[1].get(b"t", b"").decode() in TERMINAL_TYPES:
+    if last is not None and is_terminal(last):
         return _ended(request_id, read_event(request_id, last))
     if model is None and not has_payload:
         return Status(request_id=request_id, state=State.UNKNOWN)

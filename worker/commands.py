@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from inferq.producer.contract import Keys
 from inferq.producer.lua import ScriptRunner
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 _SCRIPTS: Final = Path(__file__).with_name("scripts")
 #: A script blocks the server while it runs: so many entries are about 3 ms.
 MAX_ENTRIES_PER_CALL: Final = 256
-MAX_ATTEMPTS: Final = 3
 
 
 class Outcome(StrEnum):
@@ -29,6 +29,9 @@ class Outcome(StrEnum):
     OK = "ok"  #: it stands in the stream, by this call or by an earlier one whose reply was lost
     FENCED = "fenced"  #: the lease is somebody else's, or nobody's: drop the request
     MOVED = "moved"  #: the lease holds, but the stream does not end where the owner thinks
+
+
+_OUTCOMES: Final = {outcome.encode(): outcome for outcome in Outcome}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,11 @@ class Renewed:
     lost: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A stream entry on its way: it is appended if the owner's lease holds and `expected_id` is the last entry.
 
-    Frozen: a retry carries the same bytes, which is how the script knows its own repeat.
+    Frozen: a retry carries the same bytes, which is how the script knows its own repeat. The fields are what the
+    scripts take, in their order.
     """
 
     request_id: str
@@ -97,9 +100,6 @@ class Entry:
     entry_id: str
     type: str
     data: str
-
-    def arguments(self) -> tuple[str, ...]:
-        return self.request_id, self.token, self.expected_id, self.entry_id, self.type, self.data
 
 
 class WorkerCommands:
@@ -116,13 +116,14 @@ class WorkerCommands:
         lease_ms: int,
         slots: int,
         takeover: bool,
+        max_attempts: int,
         accept_plain: bool,
         exclude: Collection[str] = (),
-        max_attempts: int = MAX_ATTEMPTS,
         grace_end_ms: int = 0,
         asked_at_ms: int | None = None,
         free_blocks: int | None = None,
         block_size: int = 1,
+        largest_request: int | None = None,
         running_here: int = 0,
         lost_tokens: Collection[str] = (),
     ) -> list[Claimed]:
@@ -134,17 +135,19 @@ class WorkerCommands:
         more than half a lease later takes over nothing: the server was stalled, and owners could not renew either.
 
         Then come waiting jobs, in order. A job whose estimate is over `free_blocks`, of `block_size` tokens, is not
-        taken and not overtaken, unless it would be the only one here. None: blocks are not counted.
+        taken and not overtaken, unless it would be the only one here. None: blocks are not counted. An estimate over
+        `largest_request`, the most tokens that any request may have, counts as one block: it is wrong, or the job
+        will be refused as soon as its tokens are known.
 
         What is cancelled, past its deadline, without a payload or broken is ended on the way. Ids in `exclude`, those
         that this worker still runs, are passed by.
         No further job is taken once the payloads have MAX_CLAIM_BYTES together. `lost_tokens` are those of earlier
         calls whose reply did not come: what they took comes first, in the same attempt.
         """
-        room = (slots, "" if free_blocks is None else free_blocks, block_size, running_here)
-        asked = "" if asked_at_ms is None else asked_at_ms
-        rules = (int(takeover), grace_end_ms, asked, max_attempts, int(accept_plain), ",".join(lost_tokens))
-        answer = await self._scripts.run("claim", worker, token, lease_ms, *room, *rules, *exclude)
+        blocks = (_or_empty(free_blocks), block_size, _or_empty(largest_request))
+        rules = (int(takeover), grace_end_ms, _or_empty(asked_at_ms), max_attempts, int(accept_plain))
+        ids = (",".join(lost_tokens), *exclude)
+        answer = await self._scripts.run("claim", worker, token, lease_ms, slots, *blocks, running_here, *rules, *ids)
         return [_read_claimed(token, *each) for each in answer]
 
     async def reacquire(
@@ -167,7 +170,7 @@ class WorkerCommands:
         A job that is cancelled or past its deadline ends instead. `expected_id` is the owner's last entry.
         """
         answer = await self._scripts.run("handback", request_id, token, expected_id)
-        return Outcome(answer.decode())
+        return _OUTCOMES[answer]
 
     async def renew(self, owned: Sequence[tuple[str, str]], *, lease_ms: int) -> Renewed:
         """Renew the leases of `(request_id, token)` pairs, and learn what happened to them meanwhile."""
@@ -184,9 +187,8 @@ class WorkerCommands:
         outcomes: list[Outcome] = []
         for start in range(0, len(entries), MAX_ENTRIES_PER_CALL):
             batch = entries[start : start + MAX_ENTRIES_PER_CALL]
-            arguments = (part for entry in batch for part in entry.arguments())
-            answer = await self._scripts.run("publish", *arguments)
-            outcomes += [Outcome(each.decode()) for each in answer]
+            answer = await self._scripts.run("publish", *chain.from_iterable(batch))
+            outcomes += [_OUTCOMES[each] for each in answer]
         return outcomes
 
     async def finish(self, *entries: Entry, dead: DeadLetter | None = None) -> Outcome:
@@ -196,12 +198,17 @@ class WorkerCommands:
         With `dead` a dead letter is written, and the payload is kept for a week.
         """
         letter = (dead.reason, dead.attempts) if dead else ("", "")
-        answer = await self._scripts.run("finish", *letter, *(part for entry in entries for part in entry.arguments()))
-        return Outcome(answer.decode())
+        answer = await self._scripts.run("finish", *letter, *chain.from_iterable(entries))
+        return _OUTCOMES[answer]
 
     async def beat(self, worker: str, card: str, state: str, *, ttl_ms: int) -> None:
         """Show the worker and what it serves for the next `ttl_ms`. On a full server too."""
         await self._scripts.run("beat", worker, card, state, ttl_ms)
+
+
+def _or_empty(number: int | None) -> int | str:
+    """As a script gets it."""
+    return "" if number is None else number
 
 
 def _read_claimed(

@@ -93,6 +93,7 @@ class Health:
             "tracked": self._engine.num_requests,
             "slots": facts.max_num_seqs,
             "started_at_ms": self._started_at_ms,
+            "heartbeat_ms": self._settings.heartbeat_ms,
             "version": version("inferq"),
             "device": facts.device,
             "dtype": facts.dtype,

@@ -185,6 +185,7 @@ class QueueWorker(Worker):
             slots=slots,
             free_blocks=self._room.free_blocks(each.uncounted_tokens for each in self.generations.values()),
             block_size=self._room.block_size,
+            largest_request=self._room.largest_request,
             running_here=self.job_counter,
             takeover=now >= self._takeover_from,
             grace_end_ms=int(self._clock.ms_at(self._takeover_from)),

@@ -30,6 +30,9 @@ class EngineRoom:
         self._engine = engine
         self.slots = engine.facts.max_num_seqs
         self.block_size = engine.facts.block_size
+        #: The most tokens that a request can come to: what the context, and the pool of blocks, have room for. The last
+        #: token is never read, and so needs no place in a block.
+        self.largest_request = min(engine.facts.max_model_len, engine.facts.num_blocks * self.block_size + 1)
 
     @property
     def is_open(self) -> bool:
@@ -37,7 +40,13 @@ class EngineRoom:
         return not self._engine.is_restarting
 
     def free_blocks(self, uncounted_tokens: Iterable[int]) -> int:
-        """Blocks that are left when the requests that the child has not counted yet have theirs."""
+        """Blocks that are left when the requests that the child has not counted yet have theirs.
+
+        One that seems to be over the largest request has one, as in the claim: it will not get what it seems to need.
+        """
         stats = self._engine.stats
         free = self._engine.facts.num_blocks if stats is None else stats.free_blocks
-        return max(0, free - sum(-(-tokens // self.block_size) for tokens in uncounted_tokens))
+        return max(0, free - sum(map(self._blocks_of, uncounted_tokens)))
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return 1 if num_tokens > self.largest_request else -(-num_tokens // self.block_size)

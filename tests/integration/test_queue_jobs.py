@@ -140,6 +140,30 @@ async def test_what_only_the_worker_can_judge_is_refused_by_name(redis_url: str,
         assert (await producer.result(fits)).finish_reason == "length"
 
 
+async def test_a_prompt_over_the_context_is_refused_while_others_run(
+    redis_url: str, client: redis.asyncio.Redis
+) -> None:
+    """Also where it looks as if the whole engine would be needed for it: nobody waits for an empty worker."""
+    huge = "x" * 8000
+    flags = ("--max-model-len", "1000", "--poll-seconds", "0.1")
+    async with (
+        scripted_worker(redis_url, *flags, engine=["--step-ms", "50", "--blocks", "70"]),
+        InferenceClient.from_url(redis_url, model=MODEL) as producer,
+    ):
+        running = await producer.submit("running", sampling={"max_tokens": 900})
+        await wait_until(lambda: _count_running(client, 1))
+        plain = await put_plain(client, arq_payload(args=[{"prompt": huge, "sampling": {"max_tokens": 1}}]))
+        ours = await producer.submit(huge, sampling={"max_tokens": 1})
+        behind = await producer.submit("behind", sampling={"max_tokens": 3})
+        for request_id in (plain, ours):
+            refused = (await until_ended(client, KEYS, request_id))[-1]
+            assert (refused.code, "max_model_len" in refused.message) == ("invalid_request", True)
+        assert (await producer.result(behind)).text == answer_to("behind", 3)
+        assert (await producer.status(running)).state == "running"
+        await producer.cancel(running)
+        assert (await producer.result(running)).finish_reason == "cancelled"
+
+
 async def test_a_failure_inside_the_engine_ends_that_request_alone(redis_url: str) -> None:
     async with (
         scripted_worker(redis_url, engine=["--refuse-text", "forbidden"]),

@@ -198,6 +198,37 @@ class TestBlocks:
         assert await wire.claim(slots=9, free_blocks=62, block_size=16, running_here=1) == []
         assert len(await wire.claim(slots=9, free_blocks=64, block_size=16, running_here=1)) == 2
 
+    @pytest.mark.parametrize("plain", [False, True])
+    async def test_one_that_seems_larger_than_any_request_is_taken_at_once(self, wire: Wire, plain: bool) -> None:
+        """The worker tells from its tokens whether it is, and refuses it; the engine need not be empty for that."""
+        if plain:
+            await wire.enqueue_plain("huge", b"x" * 4 * 101)
+        else:
+            await wire.enqueue("huge", estimate=101)
+        await wire.enqueue("after", estimate=16)
+        jobs = await wire.claim(slots=9, free_blocks=2, block_size=16, largest_request=100, running_here=1)
+        assert {job.request_id for job in jobs} == {"huge", "after"}, "a block each"
+
+    async def test_one_that_may_be_the_largest_request_is_waited_for(self, wire: Wire) -> None:
+        await wire.enqueue("large", estimate=100)
+        assert await wire.claim(slots=9, free_blocks=6, block_size=16, largest_request=100, running_here=1) == []
+        assert len(await wire.claim(slots=9, free_blocks=7, block_size=16, largest_request=100, running_here=1)) == 1
+
+    async def test_where_nothing_is_free_one_that_seems_too_large_waits_like_all(self, wire: Wire) -> None:
+        """So that a flood of wrong estimates does not gather in one worker."""
+        for number in range(3):
+            await wire.enqueue(f"huge-{number}", estimate=101)
+        room = {"block_size": 16, "largest_request": 100, "running_here": 1}
+        assert await wire.claim(slots=9, free_blocks=0, **room) == []
+        assert len(await wire.claim(slots=9, free_blocks=2, **room)) == 2
+
+    async def test_one_that_was_left_and_seems_too_large_is_taken_over_at_once(self, wire: Wire) -> None:
+        """It has run: its estimate was wrong."""
+        await wire.claimed("left", estimate=101)
+        await wire.lapse("left")
+        (job,) = await wire.claim(slots=9, free_blocks=1, block_size=16, largest_request=100, running_here=1)
+        assert job.request_id == "left"
+
     async def test_what_a_call_without_a_reply_took_has_its_blocks(self, wire: Wire) -> None:
         for number in range(3):
             await wire.enqueue(f"job-{number}", estimate=33)

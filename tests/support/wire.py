@@ -59,6 +59,7 @@ class Wire:
             "token": f"token-{next(self._tokens)}",
             "lease_ms": 60_000,
             "takeover": True,
+            "max_attempts": 3,
             "accept_plain": True,
         }
         return await self.worker.claim(slots=slots, **(defaults | options))

@@ -1,7 +1,8 @@
 -- Take jobs: first those whose lease has ended, then waiting ones in order, up to the free slots and blocks. Each is
 -- leased, moved to `running`, and gets a new epoch with `started`; what must not run any more is ended instead.
--- ARGV: worker, token, lease_ms, slots, free_blocks or '', block_size, running_here, takeover, grace_end_ms,
---   asked_at_ms or '', max_attempts, accept_plain, tokens of earlier calls whose replies were lost with commas between, ids to pass by...
+-- ARGV: worker, token, lease_ms, slots, free_blocks or '', block_size, largest request in tokens or '', running_here,
+--   takeover, grace_end_ms, asked_at_ms or '', max_attempts, accept_plain,
+--   tokens of earlier calls whose replies were lost with commas between, ids to pass by...
 -- Answers a list of {id, epoch, generation, attempt, payload, queue_ms, expires_at_ms or '', resumed, {tokens},
 --   signature or ''}.
 
@@ -9,14 +10,15 @@ local owner = {worker = ARGV[3], token = ARGV[4], lease_ms = tonumber(ARGV[5])}
 -- One call blocks the server for so many jobs at most; a bell rings for the others.
 local MAX_CLAIMS, SPARE_LOOKS = 128, 100
 local slots = math.min(tonumber(ARGV[6]), MAX_CLAIMS)
-local free_blocks, block_size, running_here = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-local takeover, grace_end_ms, asked_at_ms = ARGV[10] == '1', tonumber(ARGV[11]), tonumber(ARGV[12])
-local max_attempts, accept_plain = tonumber(ARGV[13]), ARGV[14] == '1'
+local free_blocks, block_size = tonumber(ARGV[7]), tonumber(ARGV[8])
+local largest_request, running_here = tonumber(ARGV[9]) or math.huge, tonumber(ARGV[10])
+local takeover, grace_end_ms, asked_at_ms = ARGV[11] == '1', tonumber(ARGV[12]), tonumber(ARGV[13])
+local max_attempts, accept_plain = tonumber(ARGV[14]), ARGV[15] == '1'
 local lost_tokens, excluded = {}, {}
-for token in string.gmatch(ARGV[15], '[^,]+') do
+for token in string.gmatch(ARGV[16], '[^,]+') do
     lost_tokens[token] = true
 end
-for i = 16, #ARGV do
+for i = 17, #ARGV do
     excluded[ARGV[i]] = true
 end
 
@@ -72,8 +74,10 @@ local function ending(id, job)
     end
 end
 
+-- How many blocks a job waits for. No request has more tokens than the largest: where the estimate says so, either the
+-- estimate is wrong or the job will be refused, which its tokens alone can tell. It is not worth an empty engine.
 local function blocks_of(job)
-    return math.ceil(job.estimate / block_size)
+    return job.estimate > largest_request and 1 or math.ceil(job.estimate / block_size)
 end
 
 -- Whether there is a slot for the job, and blocks for what it may come to. Nobody overtakes a job that does not fit, and

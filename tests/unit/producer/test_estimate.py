@@ -33,14 +33,21 @@ def test_it_is_longer_the_further_back_and_shorter_with_more_slots() -> None:
     assert wait_seconds(5, slots=16, running=16, ages_s=[3.0]) < waits[5]
 
 
-async def workers(wire: Wire, **slots: int) -> None:
+async def workers(wire: Wire, *, seen_ms: int | None = None, **slots: int) -> None:
+    """Workers with so many slots that have shown themselves just now, or when it is said."""
     for name, number in slots.items():
-        report = {"worker": name, "model": "tiny", "running": 0, "slots": number}
+        report = {"worker": name, "model": "tiny", "running": 0, "slots": number, "heartbeat_ms": 60_000}
         await wire.redis.set(wire.keys.worker(name), json.dumps(report), px=60_000)
-        await wire.redis.zadd(wire.keys.workers, {name: 1})
+        await wire.redis.zadd(wire.keys.workers, {name: await wire.now_ms() if seen_ms is None else seen_ms})
 
 
 async def test_without_a_worker_nobody_can_tell(producer: InferenceClient) -> None:
+    status = await producer.status(await producer.submit("x"))
+    assert (status.position, status.estimated_wait_seconds) == (0, None)
+
+
+async def test_the_slots_of_a_silent_worker_are_none(producer: InferenceClient, wire: Wire) -> None:
+    await workers(wire, seen_ms=1, killed=4)
     status = await producer.status(await producer.submit("x"))
     assert (status.position, status.estimated_wait_seconds) == (0, None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -210,17 +211,23 @@ async def test_status_of_a_request(redis_url: str, wire: Wire) -> None:
 async def test_status_of_everything(redis_url: str, wire: Wire) -> None:
     keys = Keys("tiny")
     await wire.redis.set(keys.card, '{"model":"tiny","max_model_len":64}', px=15_000)
-    await wire.redis.set(keys.worker("w1"), '{"worker":"w1","model":"tiny","running":0,"slots":4}', px=15_000)
-    await wire.redis.zadd(keys.workers, {"w1": 1})
+    state = '{"worker":"%s","model":"tiny","running":0,"slots":4,"heartbeat_ms":60000}'
+    for name, seconds_ago in (("w1", 3), ("w2", 100)):
+        await wire.redis.set(keys.worker(name), state % name, px=15_000)
+        await wire.redis.zadd(keys.workers, {name: await wire.now_ms() - seconds_ago * 1000})
+    await wire.redis.zadd(keys.workers, {"gone": 1})
     await wire.enqueue("a")
     code, out, err = await run("status", url=redis_url)
     assert (code, err) == (OK, "")
     rows = [line.split() for line in out.splitlines()]
-    assert ["tiny", "1", "0", "64", "1"] in rows
-    assert ["w1", "tiny", "0", "4"] in rows
+    assert ["tiny", "1", "0", "64", "1"] in rows, "a worker that is silent is none to count on"
+    assert re.fullmatch(r"w1 tiny 0 4 \d+ s ago", " ".join(rows[-1]))
+    assert re.fullmatch(r"w2 tiny 0 4 silent for 1\d\d s", " ".join(rows[-2]))
     found = json.loads((await run("status", "--json", url=redis_url))[1])
     assert found["models"][0]["waiting"] == 1
-    assert found["workers"][0]["worker"] == "w1"
+    told = {each["worker"]: (each["silent"], each["last_seen_seconds"] >= 3) for each in found["workers"]}
+    assert told == {"w1": (False, True), "w2": (True, True)}
+    assert found["workers"][1].items() >= {"model": "tiny", "running": 0, "slots": 4, "heartbeat_ms": 60_000}.items()
 
 
 def test_status_with_nobody_there(redis_url: str, capsys: Capture) -> None:

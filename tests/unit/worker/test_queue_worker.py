@@ -65,6 +65,7 @@ class Room:
     """Slots, and ten free blocks of ten tokens."""
 
     block_size = 10
+    largest_request = 90
     is_open = True
 
     def __init__(self, slots: int) -> None:
@@ -177,6 +178,7 @@ async def test_a_claim_says_what_room_there_is() -> None:
         await wait_until(lambda: len(claims.calls) > 1)
         first, second = claims.calls[:2]
         assert (first["free_blocks"], first["block_size"], first["running_here"]) == (10, 10, 0)
+        assert first["largest_request"] == 90
         assert (second["free_blocks"], second["running_here"], second["max_attempts"]) == (10, 2, 7)
         worker.generations["a"].uncounted_tokens = 35  # type: ignore[misc]
         await wait_until(lambda: claims.calls[-1]["free_blocks"] == 7)
