@@ -72,17 +72,6 @@ class TextProcessor:
         except TypeError as exc:
             raise _not_unicode("the chat") from exc
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The text of a chat. Raises InvalidRequestError as `encode_chat` does."""
-        rendered, stand_ins = self._render(messages, tools, add_generation_prompt)
-        return stand_ins.restore(rendered)
-
     def output(self, sampling: SamplingParams) -> OutputText:
         """A new request's way back from token ids to text."""
         texts = {token_id: text for text in sampling.stop if (token_id := self._special_ids.get(text)) is not None}

@@ -26,6 +26,11 @@ class Item(NamedTuple):
     event: Event
 
 
+def is_terminal(entry: Entry | None) -> bool:
+    """Whether a stream whose last entry this is has come to its end."""
+    return entry is not None and entry[1].get(b"t", b"").decode() in TERMINAL_TYPES
+
+
 def read_event(request_id: str, entry: Entry) -> Event | None:
     """The event of an entry; None for a type this version does not know. Raises JobLost for what cannot be read."""
     try:
@@ -98,7 +103,7 @@ class StreamReader:
         entry = EntryId.parse(last[0])
         if entry < self.cursor:
             self._read_again()
-        elif entry == self.cursor and last[1].get(b"t", b"").decode() in TERMINAL_TYPES:
+        elif entry == self.cursor and is_terminal(last):
             self.done = True
 
     def _read_again(self) -> None:

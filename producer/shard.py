@@ -6,12 +6,12 @@ Survives lost connections: its subscribers are told to look at their streams by 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import RedisError
 
+from .backoff import Backoff
 from .cancellation import cancelled
 from .connection import LOST
 from .position import EntryId
@@ -30,8 +30,8 @@ _ENTRIES_PER_ANSWER: Final = 4000
 _ENTRIES_PER_KEY: Final = 500
 _LEAST_PER_KEY: Final = 8
 _WAKE_TTL_MS: Final = 60_000
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
+#: Before the next read where a read of all was refused, and no key alone is.
+_REFUSED_PAUSE_S: Final = 1.0
 
 
 class Shard:
@@ -76,7 +76,7 @@ class Shard:
             self._waking = asyncio.get_running_loop().create_task(self._wake())
 
     async def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff()
         try:
             while True:
                 self._changed.clear()
@@ -88,12 +88,11 @@ class Shard:
                     answer = await self._read(wanted)
                 except LOST:
                     self._tell_all()
-                    await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    await asyncio.sleep(backoff.next())
                 except RedisError:
                     await self._find_broken(wanted)
                 else:
-                    pause_s = _FIRST_PAUSE_S
+                    backoff.reset()
                     self._hand_out(wanted, answer)
                     await asyncio.sleep(0)  # whoever waited takes its batch, so that the next read asks for its key
         finally:
@@ -181,4 +180,4 @@ class Shard:
                 subscription.fail(error)
         if not broken:
             self._tell_all()
-            await asyncio.sleep(_LONGEST_PAUSE_S)
+            await asyncio.sleep(_REFUSED_PAUSE_S)

@@ -7,7 +7,6 @@ the worker. Knows which errors mean what; knows nothing of what is done with Red
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection
@@ -15,6 +14,7 @@ from typing import Any, Final, Never
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
+from inferq.producer.backoff import Backoff
 from inferq.producer.connection import LOST, is_refusal
 
 from .errors import RedisRefuses
@@ -67,22 +67,6 @@ def _is_denied(exc: BaseException) -> bool:
 def _state_of(exc: BaseException) -> str | None:
     state = _STATE.match(str(exc)) if type(exc) is ResponseError else None
     return state and state[0]
-
-
-class Backoff:
-    """Seconds between tries: doubling up to a bound, each between half and the whole of its step."""
-
-    def __init__(self, *, first: float = 0.05, bound: float = 1.0) -> None:
-        self._first = first
-        self._bound = bound
-        self._step = first
-
-    def next(self) -> float:
-        step, self._step = self._step, min(self._step * 2, self._bound)
-        return step * random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        self._step = self._first
 
 
 class Outage:

@@ -115,6 +115,25 @@ async def test_an_answer_that_nobody_reads_is_cancelled(
         assert found[-1].finish_reasons == ("cancelled",)
 
 
+@kinds
+async def test_browsers_that_leave_a_replay_are_nothing_to_log(kind: str, redis_url: str, folder: Path) -> None:
+    """At any place, with more there than they have taken. The app's log is looked at when it ends."""
+    async with scripted_worker(redis_url), web_app(kind, redis_url, folder) as app:
+        chat = await app.ask("Tell me much", max_tokens=2000)
+        async with app.listen(chat) as heard:
+            await heard.to_the_end()
+        total = len(heard.events)
+        for number in range(0, total, max(1, total // 10)):
+            async with app.listen(chat) as leaving:
+                async for _ in leaving:
+                    if len(leaving.events) >= number:
+                        break
+            assert leaving.events == heard.events[: len(leaving.events)]
+        async with app.listen(chat) as again:
+            await again.to_the_end()
+        assert again.events == heard.events
+
+
 @pytest.mark.timeout(240)
 @kinds
 async def test_a_chat_that_waits_is_kept_alive_and_forgotten_when_its_browser_goes(

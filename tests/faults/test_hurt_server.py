@@ -1,11 +1,14 @@
-"""Redis is killed in mid-stream and comes back with all it had acknowledged, or a replica without the tail does."""
+"""Redis is killed in mid-stream and comes back with all it had acknowledged, or a replica without the tail does.
+
+It may come back at once, or load for longer than a lease.
+"""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from support.disturbed import Answers, Disturbance, Fleet, fault
+from support.disturbed import LEASE_SECONDS, Answers, Disturbance, Fleet, fault
 from support.processes import WorkerProcess
 from support.restarts import RestartableServer
 from support.waiting import wait_until
@@ -61,6 +64,26 @@ async def test_ten_seconds_without_an_answer_are_a_pause(
         suspended_at = time.monotonic()
         await wait_until(lambda: time.monotonic() > suspended_at + 10)
         server.resume()
+        await streams.check(answers, worker)
+        assert {attempt for attempt, _ in await streams.starts()} == {1}
+
+
+@pytest.mark.timeout(600)
+@fault
+async def test_a_server_that_is_loading_is_a_pause(server: RestartableServer, fleet: Fleet, answers: Answers) -> None:
+    """It answers -LOADING to everything, for longer than a lease, and then has all that it had acknowledged."""
+    worker = await fleet.take()
+    server.write_much()
+    async with fleet.producer() as producer:
+        streams = Disturbance(fleet, producer)
+        await streams.begin(num_waiting=20)
+        await streams.until(100)
+        server.kill()
+        server.start_loading()
+        began_at = time.monotonic()
+        await wait_until(lambda: not server.is_loading)
+        assert time.monotonic() - began_at > LEASE_SECONDS
+        assert server.num_refused("evalsha") > 0, "the worker has asked while it loaded"
         await streams.check(answers, worker)
         assert {attempt for attempt, _ in await streams.starts()} == {1}
 

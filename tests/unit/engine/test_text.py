@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import tokenizers as made
+from support.chats import render_chat
 
 from inferq.engine.errors import InvalidRequestError
 from inferq.engine.request import FinishReason, SamplingParams
@@ -76,16 +77,16 @@ class TestLoad:
     )
     def test_a_template_in_the_configuration(self, tmp_path: Path, config: object, chat: str) -> None:
         text = TextProcessor.load(made.write_folder(tmp_path, made.byte_level(), config={"chat_template": config}))
-        assert text.render_chat(USER) == chat
-        assert text.render_chat(USER, tools=[]) == ("config" if chat == "config" else "tools")
+        assert render_chat(text, USER) == chat
+        assert render_chat(text, USER, tools=[]) == ("config" if chat == "config" else "tools")
 
     def test_template_files_count_more_than_the_configuration(self, tmp_path: Path) -> None:
         folder = made.write_folder(tmp_path, made.byte_level(), config={"chat_template": "config"}, template="file")
-        assert TextProcessor.load(folder).render_chat(USER) == "file"
+        assert render_chat(TextProcessor.load(folder), USER) == "file"
         extra = folder / "additional_chat_templates"
         extra.mkdir()
         (extra / "tool_use.jinja").write_text("tools")
-        assert TextProcessor.load(folder).render_chat(USER, tools=[]) == "tools"
+        assert render_chat(TextProcessor.load(folder), USER, tools=[]) == "tools"
 
     @pytest.mark.parametrize(
         "files",
@@ -100,7 +101,7 @@ class TestLoad:
         for name, content in files.items():
             (tmp_path / name).write_text(json.dumps(content))
         text = TextProcessor.load(tmp_path)
-        assert text.render_chat(USER) == "<s>|<img>|"
+        assert render_chat(text, USER) == "<s>|<img>|"
         assert len(text.encode("<img>")) == 1, "a special token that the tokenizer lacks is added to it"
 
 

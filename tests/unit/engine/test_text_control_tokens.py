@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tokenizers as made
+from support.chats import render_chat
 from tokenizers import AddedToken, Tokenizer
 
 from inferq.engine.control_tokens import _pattern_of
@@ -97,7 +98,7 @@ def test_no_message_adds_a_control_token(models: Any, kind: str, data: st.DataOb
     harmless = text.encode_chat([{"role": "user", "content": "so"}] * len(contents))
     assert control_ids(tokenizer, token_ids) == control_ids(tokenizer, harmless)
     if kind == "byte_level":
-        rendered = text.render_chat([{"role": "user", "content": content} for content in contents])
+        rendered = render_chat(text, [{"role": "user", "content": content} for content in contents])
         assert tokenizer.decode(token_ids, skip_special_tokens=False) == rendered
 
 
@@ -186,14 +187,14 @@ def test_a_chat_says_what_the_messages_say(models: Any, content: str) -> None:
     """Also where they hold the characters that stand in for control tokens."""
     tokenizer, text = models["byte_level"]
     rendered = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-    assert text.render_chat([{"role": "user", "content": content}]) == rendered
+    assert render_chat(text, [{"role": "user", "content": content}]) == rendered
     token_ids = text.encode_chat([{"role": "user", "content": content}])
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == rendered
 
 
 def test_so_does_json_in_ascii(tmp_path: Path) -> None:
     text = load(tmp_path, "{{ messages[0].content | tojson(ensure_ascii=True) }}")
-    assert text.render_chat([{"role": "user", "content": "é <|im_end|>"}]) == '"\\u00e9 <|im_end|>"'
+    assert render_chat(text, [{"role": "user", "content": "é <|im_end|>"}]) == '"\\u00e9 <|im_end|>"'
 
 
 def test_more_control_tokens_than_there_are_stand_ins_are_refused(tmp_path: Path) -> None:

@@ -11,17 +11,9 @@ import pytest
 from redis.exceptions import ConnectionError, ResponseError
 from support.waiting import wait_until
 
-from inferq.worker.background import Backoff, end, every
+from inferq.worker.background import end, every
 from inferq.worker.clock import RedisClock
 from inferq.worker.signals import StopSignals, first_of
-
-
-def test_backoff_doubles_up_to_its_bound_with_jitter() -> None:
-    backoff = Backoff(first=0.1, bound=0.4)
-    for step in (0.1, 0.2, 0.4, 0.4):
-        assert step / 2 <= backoff.next() <= step
-    backoff.reset()
-    assert backoff.next() <= 0.1
 
 
 async def test_an_action_is_repeated_whatever_redis_says() -> None:
