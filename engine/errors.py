@@ -2,6 +2,7 @@
 
 EngineError
 ├── ModelLoadError        the model, or memory for it, cannot be had; the engine never became ready
+│   └── SettingError      because a setting asks for what there is not here
 ├── EngineDeadError       the engine's process or loop has ended for good; every consumer gets it
 ├── EngineCrashedError    this request killed the engine's process, twice while it ran alone; nobody else is touched
 ├── EngineOverloadedError the bound on waiting requests is reached
@@ -20,6 +21,18 @@ class EngineError(Exception):
 
 class ModelLoadError(EngineError):
     """The model cannot be loaded, or does not fit; the message is one line that says what to change."""
+
+
+class SettingError(ModelLoadError):
+    """A setting asks for what there is not here. `setting` is its name in EngineConfig.
+
+    It fails in the same way at each start, until somebody changes the setting or provides what it names. A device that
+    is out of memory, a file that is damaged or a network that is down are none of these.
+    """
+
+    def __init__(self, setting: str, message: str) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class EngineDeadError(EngineError):

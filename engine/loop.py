@@ -14,7 +14,7 @@ from typing import Final
 from .child import EngineProcess, describe_exit
 from .child_log import write_line
 from .config import EngineConfig
-from .errors import EngineDeadError, EngineError
+from .errors import EngineDeadError, EngineError, SettingError
 from .pipe import Down, Fatal, Freed, Log, Paused, Ping, PipeError, Pong, Ready, Refused, Step
 from .watchdog import Watchdog
 
@@ -47,7 +47,7 @@ class EngineLoop:
         self._ready: asyncio.Future[Ready] | None = None
         self._died = asyncio.Event()
         self._loaded = False
-        self._fatal: str | None = None
+        self._fatal: Fatal | None = None
         self._step_timeout = step_timeout_seconds
         self._load_timeout = load_timeout_seconds
         self._watchdog: Watchdog | None = None
@@ -63,8 +63,8 @@ class EngineLoop:
     async def start(self, command: Sequence[str], config: EngineConfig) -> Ready:
         """Start the child, and return what it says when its model is loaded.
 
-        Raises EngineError where it was started before, EngineDeadError if it is dead or dies on the way. Cancelled
-        meanwhile, it leaves no child.
+        Raises EngineError where it was started before, SettingError if the child ends because of a setting,
+        EngineDeadError if it is dead or dies on the way. Cancelled meanwhile, it leaves no child.
         """
         self.check_alive()
         if self._ready is not None:
@@ -91,7 +91,10 @@ class EngineLoop:
             return
         self.death = reason
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineDeadError(reason))
+            error: EngineError = EngineDeadError(reason)
+            if self._fatal is not None and self._fatal.setting is not None:
+                error = SettingError(self._fatal.setting, self._fatal.message)
+            self._ready.set_exception(error)
         self._on_death(reason)
         self._died.set()
 
@@ -144,7 +147,7 @@ class EngineLoop:
         if self._hung is not None:
             return f"the engine's process was killed: {self._hung}"
         if self._fatal is not None:
-            return f"the engine's process failed: {self._fatal}"
+            return f"the engine's process failed: {self._fatal.message}"
         return f"the engine's process {status}"
 
     def _handle(self, message: object) -> None:
@@ -156,7 +159,7 @@ class EngineLoop:
             case Log():
                 write_line(self._log, message)
             case Fatal():
-                self._fatal = message.message
+                self._fatal = message
             case Ready() if self._ready is not None and not self._loaded:
                 self._loaded = True
                 self._watch("a step", self._step_timeout)

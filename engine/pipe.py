@@ -142,7 +142,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Up: the abort was applied, and the request holds no block."""
+    """Up: the request has ended, or its abort was applied, and no step holds it or its blocks."""
 
     kind: ClassVar[str] = "freed"
     key: int
@@ -174,10 +174,11 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """Up, last: the process ends because of this."""
+    """Up, last: the process ends because of this. `setting` is the one of EngineConfig whose fault it is, if any."""
 
     kind: ClassVar[str] = "fatal"
     message: str
+    setting: str | None = None
 
 
 Down = Add | Abort | Pause | Resume | Ping | Stop

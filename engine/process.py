@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from .config import EngineConfig
 from .core import EngineCore, Runner
-from .errors import EngineError
+from .errors import EngineError, SettingError
 from .pipe import Decoder, Down, Fatal, Log, PipeError, Stop, Up, encode
 
 _RECV_BYTES: Final = 1 << 18
@@ -98,7 +98,7 @@ def serve(fd: int, load: Callable[[LogSink], Runner], core: Callable[..., Engine
         pipe.send(runner.facts)
         core(runner, pipe.inbox, pipe.send).run()
     except Exception as exc:
-        pipe.send(Fatal(_describe(exc)))
+        pipe.send(Fatal(_describe(exc), exc.setting if isinstance(exc, SettingError) else None))
         # An error of ours says what is wrong; where it was found helps nobody.
         if not isinstance(exc, EngineError):
             with suppress(OSError):

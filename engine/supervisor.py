@@ -16,7 +16,7 @@ from typing import Final
 
 from .child_log import write_line
 from .config import EngineConfig
-from .errors import EngineDeadError
+from .errors import EngineDeadError, SettingError
 from .loop import EngineLoop, RequestMessage
 from .pipe import Down, Log, Ready, Step
 from .restart import RestartBudget, RestartPolicy
@@ -65,8 +65,8 @@ class Supervisor:
     async def start(self) -> Ready:
         """Start the first child, and return what it says when its model is loaded. That it comes up is not retried.
 
-        Raises EngineError where it was started before, EngineDeadError if it is dead or dies on the way. Cancelled
-        meanwhile, it leaves no child.
+        Raises EngineError where it was started before, SettingError if the child ends because of a setting,
+        EngineDeadError if it is dead or dies on the way. Cancelled meanwhile, it leaves no child.
         """
         self.check_alive()
         started_at = time.monotonic()
@@ -156,7 +156,7 @@ class Supervisor:
             self._fruitful = False
             self.num_restarts += 1
             self._loop = self._new_loop()
-            with suppress(EngineDeadError):
+            with suppress(EngineDeadError, SettingError):
                 facts = await self._loop.start(self._command, self._config)
                 if facts != self._facts:
                     await self._loop.stop()

@@ -6,6 +6,10 @@ A base install, which a web app gets, has the command but not what it needs.
 from __future__ import annotations
 
 import sys
+from typing import Final
+
+#: `Exit.USAGE`, which cannot be imported here.
+_USAGE: Final = 2
 
 
 def main() -> None:
@@ -15,5 +19,6 @@ def main() -> None:
     except ModuleNotFoundError as exc:
         if exc.name is None or exc.name.startswith("inferq"):
             raise
-        sys.exit(f"inferq-worker: {exc.name} is not installed: pip install 'inferq[worker]'")
+        sys.stderr.write(f"inferq-worker: {exc.name} is not installed: pip install 'inferq[worker]'\n")
+        sys.exit(_USAGE)
     run()

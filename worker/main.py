@@ -3,7 +3,7 @@
 0  stopped by SIGTERM or SIGINT: its running requests had their time, and what was left went back to the queue
 1  the engine died for good, the embedded server died, Redis refuses for good what the worker needs, or something here
    is broken
-2  a flag or variable is wrong, or something that was asked for is not installed
+2  a flag or variable is wrong, or something that was asked for is not there: a model, a device, a package
 3  Redis cannot be reached at the start
 """
 
@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from inferq.engine.async_engine import DEFAULT_COMMAND, AsyncInferenceEngine
-from inferq.engine.errors import EngineError
+from inferq.engine.errors import EngineError, SettingError
 from inferq.engine.pipe import Log
 from inferq.producer.errors import InferqError
 
@@ -27,7 +27,7 @@ from .embedded import EmbeddedServer, EmbeddedServerError, embedded_server
 from .errors import RedisRefuses, ShuttingDown
 from .queue import QueueWorker
 from .service import RedisAway, open_redis, running_service
-from .settings import PROGRAM, SECRETS, InvalidSettings, WorkerSettings, read_settings
+from .settings import PROGRAM, SECRETS, InvalidSettings, WorkerSettings, flag_of, read_settings
 from .signals import Stopped, StopSignals, first_of
 
 #: What is left of the requests after the drain has so long to be handed back.
@@ -62,6 +62,8 @@ def run(argv: Sequence[str]) -> Exit:
         return Exit.STOPPED
     except RedisAway as exc:
         return _refuse(Exit.NO_REDIS, exc)
+    except SettingError as exc:
+        return _refuse(Exit.USAGE, InvalidSettings(f"{flag_of(exc.setting)}: {exc}"))
     except (EmbeddedServerError, InferqError) as exc:
         return _refuse(Exit.USAGE, exc)
     except Exception as exc:
@@ -74,7 +76,7 @@ def run(argv: Sequence[str]) -> Exit:
 
 
 def _refuse(code: Exit, exc: Exception) -> Exit:
-    sys.stderr.write(f"{PROGRAM}: {exc}\n")
+    sys.stderr.write(f"{PROGRAM}: {' '.join(str(exc).split())}\n")
     return code
 
 
@@ -103,8 +105,11 @@ async def _serve(settings: WorkerSettings) -> Exit:
 
 
 async def _start(engine: AsyncInferenceEngine) -> None:
+    """Returns when the engine is ready, or dead. Raises SettingError where a setting is the reason."""
     try:
         facts = await engine.start_engine_loop()
+    except SettingError:
+        raise
     except EngineError as exc:
         _log.critical("engine.unusable", reason=str(exc))
     else:

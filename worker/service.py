@@ -17,10 +17,11 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.exceptions import ResponseError
 
 from inferq.engine.async_engine import AsyncInferenceEngine
+from inferq.producer.backoff import Backoff
 from inferq.producer.commands import ProducerCommands
 from inferq.producer.connection import LOST, blocking_connection, connect, is_refusal
 
-from .background import REDIS_ERRORS, Backoff, Outage, end, every, persist
+from .background import REDIS_ERRORS, Outage, end, every, persist
 from .bell import QueueBell
 from .cancellation import CancellationBell
 from .clock import RedisClock

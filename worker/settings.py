@@ -189,8 +189,13 @@ class WorkerSettings(BaseSettings):
         return 0.5 if self.accept_plain_jobs else 2.0
 
     @property
+    def heartbeat_ms(self) -> int:
+        return int(self.heartbeat_seconds * 1000)
+
+    @property
     def heartbeat_ttl_ms(self) -> int:
-        return int(self.heartbeat_seconds * 3000)
+        """So long a worker that was killed stays on the list."""
+        return 3 * self.heartbeat_ms
 
     @property
     def engine_arguments(self) -> tuple[str, ...] | None:
@@ -228,6 +233,11 @@ def read_settings(argv: Sequence[str]) -> WorkerSettings:
     return settings
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Help without the defaults that say nothing to a reader."""
 
@@ -247,5 +257,5 @@ def _without_values(message: str) -> str:
 
 def _line(error: Any) -> str:
     """A flag and what is wrong with it, never its value: that may be a password."""
-    names = ["--" + str(part).replace("_", "-") for part in error["loc"][:1]]
+    names = [flag_of(str(part)) for part in error["loc"][:1]]
     return ": ".join([*names, error["msg"].removeprefix("Value error, ")])

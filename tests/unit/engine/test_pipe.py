@@ -103,7 +103,7 @@ def test_a_frame_is_bounded_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PipeError, match="is over"):
         list(Decoder().feed(b"\xff" * 8))
     monkeypatch.setattr(pipe, "MAX_FRAME_BYTES", 100)
-    with pytest.raises(PipeError, match="a fatal message of 112 bytes is over 100"):
+    with pytest.raises(PipeError, match="a fatal message of 117 bytes is over 100"):
         encode(Fatal("x" * 100))
 
 

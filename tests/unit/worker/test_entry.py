@@ -12,7 +12,7 @@ def test_missing_packages_are_one_line_that_says_what_to_install() -> None:
         "from inferq.worker.entry import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "inferq-worker: pydantic_settings is not installed: pip install 'inferq[worker]'\n"
 
 
