@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .errors import InvalidRequestError, SlowTemplateError
 from .pipe import Ready
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from .detokenizer import OutputText, Piece
     from .text import TextProcessor
 
+T = TypeVar("T")
 #: A prompt of more characters and values is tokenized in a thread.
 _INLINE_SIZE: Final = 4096
+#: More tokens of an earlier run are turned into text in that thread.
+INLINE_TOKENS: Final = 2048
 #: Of the processor: a template that takes longer over a short chat is rendered in that thread too.
 _INLINE_SECONDS: Final = 0.02
 MAX_VALUES: Final = 2_000_000
@@ -113,9 +117,20 @@ class Admitted:
     prompt_token_ids: list[int]
     generated_token_ids: list[int]  #: output of an earlier run, which this one goes on from
     sampling: dict[str, Any]  #: the `sampling` of its Add message
-    output: OutputText  #: as it is after the generated tokens
+    output: OutputText  #: as it is after the generated tokens, once they are replayed
+    finish_reason: FinishReason | None = None  #: that of the generated tokens, if their number or the last one ends it
     num_chars: int = 0  #: of the text that the generated tokens had released
     end: Piece | None = None  #: what is left to say, where the generated tokens are all there is
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it is replayed within some milliseconds."""
+        return len(self.generated_token_ids) <= INLINE_TOKENS
+
+    def replay(self) -> Admitted:
+        """This, with the text of the generated tokens behind it. Once at most; slow for many."""
+        replayed = self.output.replay(self.generated_token_ids, self.finish_reason)
+        return replace(self, num_chars=replayed.num_chars, end=replayed.end)
 
 
 @dataclass(slots=True)
@@ -140,7 +155,11 @@ class Admission:
                 return prompt.encode(self.text, limit_seconds=_INLINE_SECONDS)
             except SlowTemplateError:
                 self._slow_template = True
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._encode, prompt)
+        return await self.in_thread(partial(self._encode, prompt))
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """What it returns; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         self._check_size(prompt)
@@ -152,7 +171,10 @@ class Admission:
     def admit(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, generated: Sequence[int] = ()
     ) -> Admitted:
-        """Check a tokenized request against the model. Raises InvalidRequestError."""
+        """Check a tokenized request against the model. What was generated has yet to be replayed.
+
+        Raises InvalidRequestError.
+        """
         facts = self.facts
         # The length comes first: a look at each of a million ids would hold up everybody.
         _check_room(len(prompt_token_ids), sampling.max_tokens, facts.max_model_len)
@@ -168,11 +190,8 @@ class Admission:
             "stop_token_ids": sorted({*sampling.stop_token_ids, *self.text.special_stop_ids(sampling.stop)}),
             "ignore_eos": sampling.ignore_eos,
         }
-        output = self.text.output(sampling)
-        replayed = output.replay(generated, self._end_of(len(prompt_token_ids), generated, fields))
-        return Admitted(
-            list(prompt_token_ids), list(generated), fields, output, num_chars=replayed.num_chars, end=replayed.end
-        )
+        end = self._end_of(len(prompt_token_ids), generated, fields)
+        return Admitted(list(prompt_token_ids), list(generated), fields, self.text.output(sampling), end)
 
     def _end_of(self, num_prompt_tokens: int, generated: Sequence[int], fields: dict[str, Any]) -> FinishReason | None:
         """Why nothing more is to be generated after these tokens: what the child would have said with the last one."""

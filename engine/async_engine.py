@@ -10,18 +10,18 @@ import asyncio
 import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 from .admission import Admission, Prompt, load_text
 from .child_log import log_line
 from .config import EngineConfig
-from .errors import EngineDeadError, EngineError, RequestFailedError
+from .errors import EngineDeadError, EngineError
+from .launch import Asked, Launcher
 from .pipe import Log, Ready, Stats
 from .request import Completion, Delta, RequestFields, SamplingParams
 from .restart import RestartPolicy
-from .stream import AsyncStream, Sink, StreamControl, StreamSink, open_stream
+from .stream import AsyncStream, Sink, StreamControl, open_stream
 from .supervisor import Owner, Supervisor
 from .tracked import PausedBy
 from .tracker import RequestTracker
@@ -31,16 +31,6 @@ if TYPE_CHECKING:
 
 DEFAULT_COMMAND: Final = (sys.executable, "-m", "inferq.engine.process")
 DEFAULT_SAMPLING: Final = SamplingParams()
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A request that came before the engine was ready."""
-
-    key: int
-    prompt: Prompt
-    sampling: SamplingParams
-    sink: StreamSink
 
 
 class AsyncInferenceEngine:
@@ -72,8 +62,7 @@ class AsyncInferenceEngine:
             log=log or log_line,
         )
         self._supervisor = Supervisor(command, config, owner, restart)
-        self._held: dict[int, _Held] = {}  #: by key, in the order they came
-        self._admits: Admission | None = None  #: from ready on
+        self._launcher = Launcher(self._tracker)  #: open from ready on
 
     def __repr__(self) -> str:
         state = self._supervisor.death or ("running" if self.is_running else "not ready")
@@ -91,8 +80,7 @@ class AsyncInferenceEngine:
         try:
             text = await asyncio.to_thread(load_text, facts.text_dir)
             self._supervisor.check_alive()
-            self._admits = Admission(facts, text)
-            await self._launch_held()
+            await self._launcher.open(Admission(facts, text))
         except BaseException as exc:
             await self._supervisor.stop(f"the engine could not be started: {exc!r}")
             if isinstance(exc, EngineError) or not isinstance(exc, Exception):
@@ -120,7 +108,7 @@ class AsyncInferenceEngine:
     @property
     def is_running(self) -> bool:
         """True from ready to death for good: requests are taken, if only to wait for the next child."""
-        return self._admits is not None and self._supervisor.death is None
+        return self._launcher.is_open and self._supervisor.death is None
 
     @property
     def is_restarting(self) -> bool:
@@ -135,18 +123,12 @@ class AsyncInferenceEngine:
     @property
     def facts(self) -> Ready:
         """The model's facts. Raises EngineError before the engine is ready."""
-        return self._admission.facts
+        return self._launcher.admission.facts
 
     @property
     def text(self) -> TextProcessor:
         """Tokenizer and chat template. Raises EngineError before the engine is ready."""
-        return self._admission.text
-
-    @property
-    def _admission(self) -> Admission:
-        if self._admits is None:
-            raise EngineError("the engine is not ready")
-        return self._admits
+        return self._launcher.admission.text
 
     @property
     def stats(self) -> Stats | None:
@@ -187,13 +169,12 @@ class AsyncInferenceEngine:
         control = StreamControl(partial(tracker.abort, key), pause, resume)
         sink, stream = open_stream(request_id, control)
         tracker.reserve(key, request_id, sink)
-        held = _Held(key, checked, sampling, sink)
+        asked = Asked(key, request_id, checked, sampling, sink)
         if not self.is_running:
-            self._held[key] = held
-            tracker.when_freed(request_id, partial(self._let_go, key))
+            self._launcher.hold(asked)
             return stream
         try:
-            await self._launch(held)
+            await self._launcher.launch(asked)
         except BaseException:
             tracker.release(key)
             raise
@@ -211,27 +192,19 @@ class AsyncInferenceEngine:
         """Take a tokenized request whose output goes to `sink`, which is not called before this returns.
 
         `generated` are the first tokens of its output, from an earlier run: it goes on behind them and behind the text
-        that they had released, as if it had not been interrupted. `sampling` is the same as in that run.
+        that they had released, as if it had not been interrupted. `sampling` is the same as in that run. Where they are
+        many, the request is launched, and an abort answered, when a thread has worked out that text.
         Raises as `add_request` does, and EngineError before the engine is ready.
         """
         self._supervisor.check_alive()
-        admitted = self._admission.admit(prompt_token_ids, sampling, generated)
-        key = self._tracker.new_key()
-        self._tracker.reserve(key, request_id, sink)
-        try:
-            self._tracker.launch(key, admitted)
-        except BaseException:
-            self._tracker.release(key)
-            raise
-        if admitted.end is not None:
-            asyncio.get_running_loop().call_soon(self._tracker.complete, key)
+        self._launcher.submit(request_id, prompt_token_ids, sampling, sink, generated)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt: in a thread where it is long, and not at all where it cannot fit.
 
         Raises InvalidRequestError, and EngineError before the engine is ready.
         """
-        return await self._admission.tokenize(prompt)
+        return await self._launcher.admission.tokenize(prompt)
 
     async def generate(
         self, prompt: str | None = None, *, request_id: str | None = None, **fields: Unpack[RequestFields]
@@ -276,25 +249,6 @@ class AsyncInferenceEngine:
 
     # ---- inside ----
 
-    async def _launch(self, held: _Held) -> None:
-        token_ids = await self._admission.tokenize(held.prompt)
-        admitted = self._admission.admit(token_ids, held.sampling)
-        held.sink.count_prompt(len(token_ids))
-        self._tracker.launch(held.key, admitted)
-
-    async def _launch_held(self) -> None:
-        while self._held:
-            held = self._held.pop(next(iter(self._held)))
-            try:
-                await self._launch(held)
-            except EngineError as exc:
-                self._tracker.fail(held.key, exc)
-            except Exception as exc:
-                self._tracker.fail(held.key, RequestFailedError(f"the request failed: {exc!r}"))
-
-    def _let_go(self, key: int, _: Stats | None) -> None:
-        self._held.pop(key, None)
-
     def _on_death(self, reason: str) -> None:
-        self._held.clear()
+        self._launcher.clear()
         self._tracker.fail_all(reason)

@@ -2,7 +2,8 @@
 
 Where the runner allows it, a step is planned and launched while the one before it is still computed, so that a device
 does not wait for its host. What the parent says then meets a step on its way: it is applied at once to what is planned
-next, and acknowledged when no step on its way was planned without it.
+next, and acknowledged when no step on its way was planned without it. So is the end of a request: the parent hears of
+it with the last token, and once more when no step on its way has the request in it.
 
 It knows the pipe's messages and the scheduler, and reaches the model through the Runner protocol alone. What is wrong
 with one request is answered to that request; what goes wrong in a step is nobody's fault in particular, and ends the
@@ -85,8 +86,8 @@ class EngineCore:
         self._send = send
         self._num_steps = 0
         self._in_flight: deque[tuple[list[Scheduled], Launched]] = deque()
-        #: What is to be acknowledged, with the number of steps that must be booked before.
-        self._acknowledgements: deque[tuple[int, Abort | Pause]] = deque()
+        #: What is to be said of which request, with the number of steps that must be booked before.
+        self._acknowledgements: deque[tuple[int, type[Freed] | type[Paused], int]] = deque()
         self._facts = runner.facts
         self.scheduler = Scheduler(
             BlockPool(self._facts.num_blocks, self._facts.block_size),
@@ -99,6 +100,9 @@ class EngineCore:
         while self._apply_inbox():
             if outputs := self.step():
                 self._send(Step([[*output] for output in outputs], self._stats()))
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._acknowledge_later(Freed, output.key)
             self._acknowledge()
 
     def step(self) -> list[Output]:
@@ -144,10 +148,10 @@ class EngineCore:
                     self._send(Refused(key, str(exc), invalid=True))
             case Abort(key):
                 self.scheduler.abort(key)
-                self._acknowledge_later(message)
+                self._acknowledge_later(Freed, key)
             case Pause(key):
                 self.scheduler.pause(key)
-                self._acknowledge_later(message)
+                self._acknowledge_later(Paused, key)
             case Resume(key):
                 self.scheduler.resume(key)
             case Ping():
@@ -157,16 +161,15 @@ class EngineCore:
             case _:
                 raise PipeError(f"not a message to the engine's process: {type(message).__name__}")
 
-    def _acknowledge_later(self, message: Abort | Pause) -> None:
+    def _acknowledge_later(self, answer: type[Freed] | type[Paused], key: int) -> None:
         """When the steps that are on their way now are booked: at once where there are none."""
-        self._acknowledgements.append((self._num_steps + len(self._in_flight), message))
+        self._acknowledgements.append((self._num_steps + len(self._in_flight), answer, key))
         self._acknowledge()
 
     def _acknowledge(self) -> None:
         while self._acknowledgements and self._acknowledgements[0][0] <= self._num_steps:
-            _, message = self._acknowledgements.popleft()
-            is_abort = isinstance(message, Abort)
-            self._send(Freed(message.key, self._stats()) if is_abort else Paused(message.key))
+            _, answer, key = self._acknowledgements.popleft()
+            self._send(Freed(key, self._stats()) if answer is Freed else Paused(key))
 
     def _stats(self) -> Stats:
         return Stats(

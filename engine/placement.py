@@ -2,7 +2,7 @@
 
 A child that has died is forgotten, and everybody is placed anew when the next one is there, each with what it has
 generated. While there are suspects, the one whose turn it is runs alone; it starts when the child has said that nobody
-else can be in a step. Knows nothing of text and sinks; standard library only.
+else can be in a step, be it only with its last row. Knows nothing of text and sinks; standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement:
         self._fail = fail
         self._up = False
         self._requests: dict[int, TrackedRequest] = {}
-        self._leaving: dict[int, TrackedRequest] = {}  #: ended here; the child has not said yet that it knows
+        self._leaving: dict[int, TrackedRequest] = {}  #: ended; the child has not said yet that no step has it
         self._suspects = Suspects()
         self._put_off = False  #: somebody waits until the child has read more of what it was sent
         self._turn: int | None = None  #: the suspect that runs alone, or will when the others have stopped
@@ -72,18 +72,15 @@ class Placement:
             self._arrange()
 
     def leave(self, request: TrackedRequest, *, ended_in_child: bool) -> None:
-        """It has ended: in the child too, or there it is aborted."""
+        """It has ended: in the child too, or there it is aborted. A step on its way may have it all the same."""
         self._requests.pop(request.key, None)
-        if ended_in_child or request.place is Place.OUT:
-            request.tell_freed(self.stats)
-        else:
-            self._leaving[request.key] = request
+        if request.place is Place.OUT:
+            self._let_go(request, self.stats)
+            return
+        self._leaving[request.key] = request
+        if not ended_in_child:
             self._send(Abort(request.key))
-        # Also where it is cleared already: it may have ended before it read the pause that others wait for.
-        if self._suspects.forget(request.key):
-            self._arrange()
-        else:
-            self._look_again()
+        self._look_again()
 
     # ---- the child ----
 
@@ -95,8 +92,12 @@ class Placement:
     def on_freed(self, freed: Freed) -> None:
         self.stats = freed.stats
         if (request := self._leaving.pop(freed.key, None)) is not None:
-            request.tell_freed(freed.stats)
-            self._look_again()
+            self._let_go(request, freed.stats)
+
+    def on_refused(self, key: int) -> None:
+        """The child has never had it in a step. It is about to leave."""
+        if (request := self._requests.get(key)) is not None:
+            request.place = Place.OUT
 
     def on_paused(self, paused: Paused) -> None:
         if (request := self._requests.get(paused.key)) is not None:
@@ -113,6 +114,8 @@ class Placement:
         self._up = False
         self.stats = None
         leaving, self._leaving = self._leaving, {}
+        for key in leaving:
+            self._suspects.forget(key)
         present = [request.key for request in self._requests.values() if request.may_be_in_a_step]
         guilty = self._suspects.accuse(present, alone=len(present) == 1 and not leaving)
         for request in self._requests.values():
@@ -131,7 +134,7 @@ class Placement:
         """
         if not self._up:
             return
-        self._turn = turn = self._suspects.next(lambda key: not self._requests[key].paused)
+        self._turn = turn = self._suspects.next(lambda key: key in self._requests and not self._requests[key].paused)
         requests = list(self._requests.values()) if changed is None or self._suspects else [changed]
         for request in requests:
             if request.place is Place.RUNNING and (request.paused or turn not in (None, request.key)):
@@ -159,11 +162,23 @@ class Placement:
         request.place = Place.RUNNING
 
     def _may_run(self, key: int, turn: int | None) -> bool:
-        return turn is None or (key == turn and self._is_quiet_but_for(key))
+        """A suspect runs when nobody else can be in a step any more, and the others when no suspect can."""
+        if turn is None:
+            return not any(map(self._may_be_in_a_step, self._suspects))
+        others = chain(self._requests, self._leaving)
+        return key == turn and not any(self._may_be_in_a_step(other) for other in others if other != key)
 
-    def _is_quiet_but_for(self, key: int) -> bool:
-        others = (request for request in self._requests.values() if request.key != key)
-        return not any(chain(self._leaving, (request.may_be_in_a_step for request in others)))
+    def _may_be_in_a_step(self, key: int) -> bool:
+        return key in self._leaving or self._requests[key].may_be_in_a_step
+
+    def _let_go(self, request: TrackedRequest, stats: Stats | None) -> None:
+        """An ended request can be in no step any more."""
+        was_suspect = self._suspects.forget(request.key)
+        request.tell_freed(stats)
+        if was_suspect:
+            self._arrange()
+        else:
+            self._look_again()
 
     def _look_again(self) -> None:
         """Perhaps nobody else is in a step any more, or the pipe has room."""

@@ -76,10 +76,6 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", ids)
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 #: Python does not print numbers that are much larger, and so nor do messages about them.
 _MAX_BITS: Final = 1024

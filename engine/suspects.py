@@ -7,7 +7,7 @@ requests nor the child.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,8 +32,8 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._records
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._records)
 
     def accuse(self, present: Collection[int], *, alone: bool) -> int | None:
         """The child has died, and each of `present` may have been in its step; `alone` if there was but that one.
@@ -60,7 +60,7 @@ class Suspects:
         return True
 
     def forget(self, key: int) -> bool:
-        """The request has ended. False if it was no suspect."""
+        """The request has ended, and no step has it. False if it was no suspect."""
         return self._records.pop(key, None) is not None
 
     def next(self, is_able: Callable[[int], bool]) -> int | None:

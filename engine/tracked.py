@@ -26,7 +26,7 @@ class PausedBy(Enum):
 
 
 class Place(Enum):
-    OUT = auto()  #: not in the child
+    OUT = auto()  #: not in the child, nor in a step of it
     RUNNING = auto()  #: in the child, in its line or in its steps
     HELD = auto()  #: in the child, told to be left out of steps
 
@@ -36,6 +36,8 @@ class TrackedRequest:
     request_id: str
     key: int
     sink: Sink
+    resumes: bool = False  #: it has output of an earlier run, whose text is not known yet
+    is_aborted: bool = False  #: while it resumed: its id is not its own any more
     admitted: Admitted | None = None  #: None until it was launched
     generated: list[int] = field(default_factory=list)  #: all of its output that was delivered
     num_chars: int = 0
@@ -46,6 +48,7 @@ class TrackedRequest:
 
     def launch(self, admitted: Admitted) -> None:
         self.admitted = admitted
+        self.resumes = False
         self.generated = list(admitted.generated_token_ids)
         self.num_chars = admitted.num_chars
 

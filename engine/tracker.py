@@ -74,15 +74,18 @@ class RequestTracker:
         """The key of the live request of that id."""
         return self._keys_by_id.get(request_id)
 
-    def reserve(self, key: int, request_id: str, sink: Sink) -> None:
-        """Take the id. Raises DuplicateRequestError, EngineOverloadedError."""
+    def reserve(self, key: int, request_id: str, sink: Sink, *, resumes: bool = False) -> None:
+        """Take the id. Who `resumes` has output of an earlier run that is yet to be replayed.
+
+        Raises DuplicateRequestError, EngineOverloadedError.
+        """
         if request_id in self._keys_by_id:
             raise DuplicateRequestError(f"a request {request_id!r} is in the engine")
         if len(self._live) >= self._max_requests:
             raise EngineOverloadedError(
                 f"{len(self._live)} requests are in the engine: max_num_seqs + max_waiting is {self._max_requests}"
             )
-        self._live[key] = TrackedRequest(request_id, key, sink)
+        self._live[key] = TrackedRequest(request_id, key, sink, resumes=resumes)
         self._keys_by_id[request_id] = key
 
     def launch(self, key: int, admitted: Admitted) -> None:
@@ -94,7 +97,9 @@ class RequestTracker:
         if (request := self._live.get(key)) is None:
             return
         request.launch(admitted)
-        if admitted.end is None:
+        if request.is_aborted:
+            self._end(request)
+        elif admitted.end is None:
             try:
                 self._placement.enter(request)
             except BaseException:
@@ -112,10 +117,17 @@ class RequestTracker:
             self._forget(request)
 
     def abort(self, key: int) -> bool:
-        """End a request with what it has; False if it has ended already."""
-        if (request := self._live.get(key)) is None:
+        """End a request with what it has; False if it has ended already.
+
+        One that resumes is told its end when it is launched: until then nobody knows what it has. Its id is free.
+        """
+        if (request := self._live.get(key)) is None or request.is_aborted:
             return False
-        self._end(request)
+        if request.resumes:
+            request.is_aborted = True
+            del self._keys_by_id[request.request_id]
+        else:
+            self._end(request)
         return True
 
     def pause(self, key: int, by: PausedBy = PausedBy.USER) -> None:
@@ -179,6 +191,7 @@ class RequestTracker:
     def on_refused(self, refused: Refused) -> None:
         """The child did not take the request, or it failed there alone."""
         error = InvalidRequestError if refused.invalid else RequestFailedError
+        self._placement.on_refused(refused.key)
         self.fail(refused.key, error(refused.message))
 
     # ---- from the engine ----
@@ -196,7 +209,7 @@ class RequestTracker:
     def fail(self, key: int, error: EngineError) -> None:
         """End one request that is not in the child: it was refused there, or never got so far."""
         if (request := self._live.get(key)) is not None:
-            self._forget(request, ended_in_child=True)
+            self._forget(request)
             self._fail(request, error)
 
     def fail_all(self, reason: str) -> None:
@@ -216,7 +229,8 @@ class RequestTracker:
 
     def _forget(self, request: TrackedRequest, *, ended_in_child: bool = False) -> None:
         del self._live[request.key]
-        del self._keys_by_id[request.request_id]
+        if not request.is_aborted:
+            del self._keys_by_id[request.request_id]
         self._placement.leave(request, ended_in_child=ended_in_child)
 
     def _fail(self, request: TrackedRequest, cause: Exception) -> None:

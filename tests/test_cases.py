@@ -32,7 +32,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     found: dict[str, bool] = json.loads(written.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from inferq.engine import AsyncInferenceEngine, AsyncStream, Delta, EngineConfig
 from support.scripted import SCRIPTED_ENGINE, continuation
 from support.waiting import wait_until
 
+#: Starts the scripted engine with these flags and fields of EngineConfig.
+Start = Callable[..., Awaitable[AsyncInferenceEngine]]
 #: Longer than any test reads: such a request ends by an abort or by a death.
 LONG = SamplingParams(max_tokens=30_000, ignore_eos=True)
 

@@ -90,10 +90,11 @@ class ListSink:
 
 
 class ChildModel:
-    """What the parent may expect of any child: an inbox in order, one block a request, an answer to Abort and Pause."""
+    """What the parent may expect of any child: an inbox in order, one block a request, Freed after each end, Paused."""
 
     def __init__(self) -> None:
         self.inbox: list[Down] = []
+        self.ends: list[Freed] = []  #: of requests that a step has ended; said with the next answers
         self.running: set[int] = set()
         self.paused: set[int] = set()
         self.steps = 0
@@ -102,8 +103,9 @@ class ChildModel:
         self.inbox.append(message)
 
     def drain(self) -> list[Freed | Paused]:
-        """Apply all that was sent."""
-        answers: list[Freed | Paused] = []
+        """Apply all that was sent; what is said besides steps."""
+        answers: list[Freed | Paused] = [*self.ends]
+        self.ends.clear()
         while self.inbox:
             match self.inbox.pop(0):
                 case Add(key):
@@ -128,6 +130,7 @@ class ChildModel:
         for key, _, reason in outputs:
             if reason is not None:
                 self.forget(key)
+                self.ends.append(Freed(key, self.stats()))
         return Step([[key, [ord(c) for c in text], reason] for key, text, reason in outputs], self.stats())
 
     def stats(self) -> Stats:
@@ -136,16 +139,21 @@ class ChildModel:
 
 
 class MortalChild:
-    """A child whose steps kill it when a poison is in them. `inbox` and `outbox` hold what is on its way."""
+    """A child whose steps kill it when a poison is in them. `inbox` and `outbox` hold what is on its way.
+
+    One that looks ahead launches a step before it knows whom the step before has ended: that has them in it, too.
+    """
 
     NUM_TOKENS = 80
 
-    def __init__(self, poisons: set[int]) -> None:
+    def __init__(self, poisons: set[int], *, looks_ahead: bool = False) -> None:
         self.inbox: list[Down] = []
         self.outbox: list[Step | Freed | Paused] = []
         self.running: dict[int, int] = {}  #: how many tokens of its answer a request has
         self.paused: set[int] = set()
+        self.ending: set[int] = set()  #: ended, and in the step on its way
         self._poisons = poisons
+        self._looks_ahead = looks_ahead
 
     @staticmethod
     def answer(key: int) -> list[int]:
@@ -177,18 +185,21 @@ class MortalChild:
 
     def step(self, num_tokens: int) -> bool:
         """Every able request gets so many tokens. False if that is its death."""
-        if self._poisons & self.able():
+        if self._poisons & (self.able() | self.ending):
             return False
         outputs: list[list[object]] = []
+        ended: set[int] = set()
         for key in sorted(self.able()):
             token_ids = self.answer(key)[self.running[key] :][:num_tokens]
             self.running[key] += len(token_ids)
-            ended = self.running[key] == self.NUM_TOKENS
-            if ended:
+            if self.running[key] == self.NUM_TOKENS:
                 del self.running[key]
-            outputs.append([key, token_ids, FinishReason.LENGTH if ended else None])
+                ended.add(key)
+            outputs.append([key, token_ids, FinishReason.LENGTH if key in ended else None])
         if outputs:
             self.outbox.append(Step(outputs, self._stats()))
+        freed, self.ending = (self.ending, ended) if self._looks_ahead else (ended, self.ending)
+        self.outbox += [Freed(key, self._stats()) for key in sorted(freed)]
         return True
 
     def _stats(self) -> Stats:

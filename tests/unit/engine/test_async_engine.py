@@ -1,26 +1,22 @@
-"""The engine as its user holds it, over the scripted child: adding, reading, stopping early, and every refusal."""
+"""The engine as its user holds it, over the scripted child: adding, reading, and every refusal."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-import random
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import LONG, answer, read_all, running, scripted_engine, text_of, until_drained, up_to
+from support.engines import LONG, Start, answer, read_all, running, scripted_engine, text_of, until_drained, up_to
 from support.fake_engine import ListSink
 from support.scripted import VOCAB_SIZE, continuation
 from support.waiting import wait_until
 
 from inferq.engine import (
-    AsyncInferenceEngine,
     DuplicateRequestError,
     EngineError,
     EngineOverloadedError,
@@ -28,36 +24,10 @@ from inferq.engine import (
     InvalidRequestError,
     RequestFailedError,
     SamplingParams,
-    StreamClosedError,
 )
 from inferq.engine.admission import Prompt
 from inferq.engine.pipe import Log
 from inferq.engine.stream import HIGH_WATER_TOKENS
-
-Start = Callable[..., Awaitable[AsyncInferenceEngine]]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-async def start(cache: Path) -> AsyncIterator[Start]:
-    """Starts engines; at the end each must be drained, and is stopped."""
-    engines: list[AsyncInferenceEngine] = []
-
-    async def start_engine(*flags: str, **config: Any) -> AsyncInferenceEngine:
-        engine = scripted_engine(cache, *flags, **config)
-        engines.append(engine)
-        await engine.start_engine_loop()
-        return engine
-
-    yield start_engine
-    for engine in engines:
-        if engine.is_running:
-            await until_drained(engine)
-        await engine.stop()
 
 
 async def test_deltas_of_a_request_make_up_its_answer(start: Start) -> None:
@@ -156,92 +126,6 @@ async def test_a_held_request_learns_from_its_stream_what_is_wrong(cache: Path) 
         await until_drained(engine)
 
 
-async def test_a_stop_string_across_tokens_ends_the_request_and_frees_its_blocks(start: Start) -> None:
-    engine = await start("--step-ms", "1")
-    whole = answer("stop here", 40)
-    stop = whole[17:20]
-    completion = await engine.complete("stop here", sampling=SamplingParams(max_tokens=30_000, stop=(stop,)))
-    assert completion.text == whole[: whole.index(stop)]
-    assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.STOP, whole.index(stop) + 3)
-    await until_drained(engine)
-
-
-async def test_tokens_past_a_stop_string_are_not_counted(start: Start) -> None:
-    engine = await start("--tokens-per-step", "16")
-    whole = answer("many", 32)
-    completion = await engine.complete("many", sampling=SamplingParams(max_tokens=1000, stop=(whole[5:8],)))
-    assert (completion.text, len(completion.token_ids)) == (whole[:5], 8)
-
-
-async def test_an_abort_frees_the_blocks_and_keeps_what_was_generated(start: Start) -> None:
-    engine = await start("--step-ms", "5")
-    stream = await engine.add_request("r", "long", sampling=LONG)
-    await running(stream)
-    assert engine.abort("r") is True
-    stats = await engine.freed("r")
-    assert stats is not None
-    assert (stats.used_blocks, stats.running) == (0, 0)
-    deltas = await read_all(stream)
-    assert deltas[-1].finish_reason is FinishReason.CANCELLED
-    assert answer("long", 1000)[1:].startswith(text_of(deltas))
-    assert engine.abort("r") is False
-
-
-async def test_an_abort_of_a_waiting_request_leaves_nothing(start: Start) -> None:
-    engine = await start("--step-ms", "2", max_num_seqs=2)
-    streams = [await engine.add_request(f"r{i}", f"prompt {i}", sampling=up_to(30)) for i in range(10)]
-    waiting = list(range(2, 10))
-    random.Random(25).shuffle(waiting)
-    for number in waiting:
-        await anext(streams[0])
-        assert engine.abort(f"r{number}")
-    ends = [(await read_all(stream))[-1].finish_reason for stream in streams]
-    assert ends == [FinishReason.LENGTH] * 2 + [FinishReason.CANCELLED] * 8
-    await until_drained(engine)
-
-
-async def test_add_abort_add_without_a_pause_in_between(start: Start) -> None:
-    engine = await start(max_waiting=400)
-    prompt = list(b"again")
-    sinks = []
-    for number in range(200):
-        first, second = ListSink(), ListSink()
-        engine.submit(f"x{number}", prompt, up_to(3), first)
-        assert engine.abort(f"x{number}")
-        engine.submit(f"x{number}", prompt, up_to(3), second)
-        sinks.append((first, second))
-    await wait_until(lambda: all(second.num_ends for _, second in sinks))
-    for first, second in sinks:
-        assert (first.finish_reason, first.num_ends) == (FinishReason.CANCELLED, 1)
-        assert (second.text, second.finish_reason, second.num_ends) == (answer("again", 3), FinishReason.LENGTH, 1)
-
-
-async def test_two_hundred_aborts_at_random_moments_beside_a_healthy_request(start: Start) -> None:
-    engine = await start("--step-ms", "2")
-    dice = random.Random(29)
-    healthy = asyncio.create_task(engine.complete("healthy", sampling=up_to(300)))
-
-    async def one(number: int) -> None:
-        stream = await engine.add_request(f"r{number}", f"prompt {number}", sampling=up_to(20))
-        await asyncio.sleep(dice.uniform(0, 0.05))
-        engine.abort(f"r{number}")
-        deltas = await read_all(stream)
-        assert answer(f"prompt {number}", 20).startswith(text_of(deltas))
-
-    await asyncio.gather(*(one(number) for number in range(200)))
-    assert (await healthy).text == answer("healthy", 300)
-
-
-async def test_after_one_abort_the_others_and_the_next_are_served(start: Start) -> None:
-    engine = await start("--step-ms", "2")
-    others = [asyncio.create_task(engine.complete(f"other {i}", sampling=up_to(50))) for i in range(2)]
-    stream = await engine.add_request("r", "r", sampling=LONG)
-    await running(stream)
-    engine.abort("r")
-    assert [(await other).text for other in others] == [answer(f"other {i}", 50) for i in range(2)]
-    assert (await engine.complete("next", sampling=up_to(5))).text == answer("next", 5)
-
-
 async def test_the_same_id_twice_is_refused_and_the_first_is_as_it_would_be_alone(start: Start) -> None:
     engine = await start("--step-ms", "2")
     first = await engine.add_request("x", "first", sampling=up_to(40))
@@ -250,40 +134,6 @@ async def test_the_same_id_twice_is_refused_and_the_first_is_as_it_would_be_alon
         await engine.add_request("x", "second", sampling=up_to(40))
     gc.collect()  # the refused request's stream is gone, and aborts nobody
     assert head.text + text_of(await read_all(first)) == answer("first", 40)
-
-
-async def test_leaving_generate_early_aborts_in_each_way(start: Start) -> None:
-    engine = await start("--step-ms", "2")
-
-    async for delta in engine.generate("break", sampling=LONG):
-        assert delta.text
-        break
-    await until_drained(engine)
-
-    deltas = engine.generate("aclose", sampling=LONG)
-    await anext(deltas)
-    await deltas.aclose()
-    await until_drained(engine)
-
-    deltas = engine.generate("collected", sampling=LONG)
-    await anext(deltas)
-    del deltas
-    gc.collect()
-    await until_drained(engine)
-
-    task = asyncio.create_task(engine.complete("cancelled", sampling=LONG, request_id="c"))
-    await wait_until(lambda: engine.num_requests == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until_drained(engine)
-
-    stream = await engine.add_request("closed", "closed", sampling=LONG)
-    await running(stream)
-    await stream.aclose()
-    with pytest.raises(StreamClosedError):
-        await anext(stream)
-    await until_drained(engine)
 
 
 async def test_a_reader_that_stops_reading_pauses_its_request_alone(start: Start) -> None:
@@ -354,79 +204,6 @@ async def test_a_fault_at_the_third_token_reaches_its_consumer_alone(
     assert "request r failed" in caplog.text
     assert (await healthy).text == answer("healthy", 50)
     assert (await engine.complete("next", sampling=up_to(5))).text == answer("next", 5)
-
-
-@pytest.mark.parametrize("chat", [False, True])
-async def test_the_event_loop_goes_round_while_a_long_prompt_is_tokenized(start: Start, chat: bool) -> None:
-    """In a thread, and without the interpreter's lock: else the loop would get one turn or two."""
-    engine = await start(max_model_len=1_000_000, max_num_batched_tokens=1_000_000, num_blocks=100_000)
-    content = "all work and no play makes Jack a dull boy. " * 10_000
-    prompt = Prompt(messages=[{"role": "user", "content": content}]) if chat else Prompt(content)
-    tokenizing = asyncio.create_task(engine.tokenize(prompt))
-    turns = 0
-    while not tokenizing.done():
-        await asyncio.sleep(0.001)
-        turns += 1
-    assert len(await tokenizing) >= len(content)
-    assert turns > 20
-
-
-async def test_an_add_that_is_cancelled_while_it_tokenizes_gives_its_id_back(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = await start(max_model_len=16_000)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def slow(*_: object) -> list[int]:
-        reached.set()
-        go_on.wait()
-        return [1]
-
-    monkeypatch.setattr("inferq.engine.admission.Prompt.encode", slow)
-    adding = asyncio.create_task(engine.add_request("r", "x" * 10_000))
-    await wait_until(reached.is_set)
-    monkeypatch.undo()
-    assert engine.num_requests == 1
-    adding.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await adding
-    go_on.set()
-    assert engine.num_requests == 0
-    assert (await engine.complete("x", request_id="r", sampling=up_to(3))).text == answer("x", 3)
-
-
-async def test_an_abort_while_the_prompt_is_tokenized_is_not_lost(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = await start(max_model_len=16_000)
-    steps_before = engine.stats
-    reached, go_on = threading.Event(), threading.Event()
-
-    def later(*_: object) -> list[int]:
-        reached.set()
-        go_on.wait()
-        return [1]
-
-    monkeypatch.setattr("inferq.engine.admission.Prompt.encode", later)
-    adding = asyncio.create_task(engine.add_request("r", "x" * 10_000))
-    await wait_until(reached.is_set)
-    assert engine.abort("r")
-    go_on.set()
-    assert [d.finish_reason for d in await read_all(await adding)] == [FinishReason.CANCELLED]
-    assert engine.idle
-    assert engine.stats is steps_before, "the child has never heard of it"
-
-
-async def test_freed_of_an_unknown_request_is_done_at_once(start: Start) -> None:
-    engine = await start()
-    assert await engine.freed("nobody") is None
-    freed = None
-    async for _ in engine.generate("r", request_id="r", sampling=up_to(3)):
-        freed = freed or engine.freed("r")
-    assert freed is not None
-    stats = await freed
-    assert stats is not None
-    assert stats.used_blocks == 0
 
 
 async def test_the_childs_log_goes_where_it_is_asked_to(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,12 +24,6 @@ import inferq.engine.loop
 from inferq.engine import AsyncInferenceEngine, EngineConfig, EngineDeadError, EngineError
 from inferq.engine.pipe import Stats, Step
 
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 Make = Callable[..., AsyncInferenceEngine]
 Started = Callable[[], set[psutil.Process]]
 
@@ -317,4 +311,4 @@ asyncio.run(main())
     child = psutil.Process(int(await parent.stdout.readline()))
     os.kill(parent.pid, signal.SIGKILL)
     await parent.wait()
-    await all_gone([child], timeout=2.0)
+    await all_gone([child])

@@ -32,9 +32,11 @@ from inferq.engine.pipe import (
 def test_a_request_gets_its_tokens_and_its_reason_one_step_message_a_step() -> None:
     loop = run(add(1, [1, 2, 3], 4))
     assert loop.tokens(1) == answer([1, 2, 3], 4)[0]
-    assert [step.outputs[0][2] for step in loop.sent] == [None, None, None, "length"]
-    assert [step.stats.step for step in loop.sent] == [1, 2, 3, 4]
-    assert (loop.sent[-1].stats.running, loop.sent[-1].stats.used_blocks) == (0, 0)
+    *steps, freed = loop.sent
+    assert [step.outputs[0][2] for step in steps] == [None, None, None, "length"]
+    assert [step.stats.step for step in steps] == [1, 2, 3, 4]
+    assert freed == Freed(1, steps[-1].stats)
+    assert (freed.stats.running, freed.stats.used_blocks) == (0, 0)
 
 
 def test_a_step_that_only_prefills_says_nothing() -> None:
@@ -48,8 +50,8 @@ def test_an_abort_that_is_in_the_inbox_is_applied_before_the_next_step_is_planne
     loop = run(add(1, [1] * 18, 30), add(2, [2, 3], 40), script={at: [Abort(1)]}, max_num_batched_tokens=8)
     assert any(key == 1 for key, _ in loop.runner.steps[at])
     assert all(key == 2 for step in loop.runner.steps[at + 1 :] for key, _ in step)
-    (freed,) = loop.all(Freed)
-    assert (freed.key, freed.stats.step) == (1, at + 1)
+    freed, finished = loop.all(Freed)
+    assert (freed.key, freed.stats.step, finished.key) == (1, at + 1, 2)
     # The neighbour has two blocks at most by then; the five of the aborted one are back.
     assert freed.stats.used_blocks <= 2 and freed.stats.running <= 1
     assert loop.used_blocks[at + 1] <= 2 < loop.used_blocks[at]
@@ -65,7 +67,7 @@ def test_an_abort_right_behind_its_request_means_that_nothing_runs() -> None:
 
 def test_an_abort_of_what_is_unknown_or_finished_is_answered_and_does_no_harm() -> None:
     loop = run(Abort(77), add(1, [1, 2], 2), add(2, [3, 4], 9), script={4: [Abort(1)]})
-    assert [freed.key for freed in loop.all(Freed)] == [77, 1]
+    assert [freed.key for freed in loop.all(Freed)] == [77, 1, 1, 2]
     assert loop.tokens(2) == answer([3, 4], 9)[0]
 
 
@@ -79,7 +81,7 @@ def test_an_abort_that_arrives_while_the_last_token_is_computed_does_no_harm() -
 def test_aborting_queued_requests_at_odd_moments_gives_everything_back() -> None:
     script = {number: [Abort(number + 2)] for number in range(8)}
     loop = run(*[add(key, [key % 10, 1], 12) for key in range(10)], script=script, max_num_seqs=2)
-    assert [freed.key for freed in loop.all(Freed)] == list(range(2, 10))
+    assert sorted(freed.key for freed in loop.all(Freed)) == list(range(10))
     for key in range(2):
         assert loop.tokens(key) == answer([key, 1], 12)[0]
     last = loop.sent[-1].stats
@@ -98,7 +100,7 @@ def test_the_loop_waits_where_only_paused_requests_are_left_and_goes_on_when_one
     loop = Loop(facts(), {1: [Pause(1)]})
     loop.inbox.when_idle = [Abort(99), Resume(1)]
     loop.run(add(1, [1, 2], 10))
-    assert [freed.stats.step for freed in loop.all(Freed)] == [2]
+    assert [(freed.key, freed.stats.step) for freed in loop.all(Freed)] == [(99, 2), (1, 10)]
     assert loop.tokens(1) == answer([1, 2], 10)[0]
 
 
@@ -161,7 +163,7 @@ def test_generation_that_reaches_the_context_ends_with_length() -> None:
     loop = run(add(1, [1] * 60, 500), add(2, [2] * 60), max_model_len=64)
     for key, prompt in ((1, [1] * 60), (2, [2] * 60)):
         assert (loop.tokens(key), "length") == answer(prompt, 4)
-    assert loop.sent[-1].outputs[-1][2] == "length"
+    assert loop.all(Step)[-1].outputs[-1][2] == "length"
 
 
 def test_a_request_that_can_never_fit_the_pool_is_refused_and_the_one_behind_it_runs() -> None:
@@ -205,7 +207,7 @@ def test_generated_tokens_are_prefilled_with_the_prompt_and_counted(cut: int) ->
     loop = run(Add(1, [1, 2, 3], {**GREEDY, "max_tokens": 12}, whole[:cut]), max_num_batched_tokens=4)
     assert loop.tokens(1) == whole[cut:]
     assert sum(count for step in loop.runner.steps for _, count in step) == 3 + 12 - 1
-    assert loop.sent[-1].outputs[0][2] == "length"
+    assert loop.all(Step)[-1].outputs[0][2] == "length"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_generated_tokens_that_cannot_be_gone_on_from_are_refused(generated: Any
 
 def test_a_ping_is_answered_between_two_steps_and_where_nothing_runs() -> None:
     loop = run(Ping(), add(1, [1, 2], 4), script={1: [Ping()]})
-    assert [type(message) for message in loop.sent] == [Pong, Step, Step, Pong, Step, Step]
+    assert [type(message) for message in loop.sent] == [Pong, Step, Step, Pong, Step, Step, Freed]
     loop = Loop(facts(), {1: [Pause(1)]})
     loop.inbox.when_idle = [Ping(), Resume(1)]
     loop.run(add(1, [1, 2], 3))

@@ -72,6 +72,16 @@ def test_an_abort_is_acknowledged_when_no_step_uses_its_blocks() -> None:
     assert loop.tokens(2) == answer([2], 20)[0]
 
 
+def test_a_request_that_has_ended_is_freed_when_the_step_on_its_way_is_booked() -> None:
+    prompt = next([a, b] for a in range(VOCAB_SIZE) for b in range(VOCAB_SIZE) if _stops_early(a, b))
+    loop = run(Add(1, prompt, {"temperature": 0.0, "max_tokens": 30}))
+    (freed,) = loop.all(Freed)
+    end = loop.all(Step)[-1]
+    assert end.outputs[0][2] == "stop"
+    assert (freed.stats.step, freed.stats.used_blocks) == (end.stats.step + 1, 0)
+    assert end.stats.used_blocks > 0
+
+
 def test_an_abort_of_the_only_request_is_answered() -> None:
     loop = run(add(1, [1, 2], 50), script={3: [Abort(1)]})
     (freed,) = loop.all(Freed)
@@ -131,15 +141,18 @@ def test_whatever_is_said_at_whatever_step_everybody_gets_its_own_answer(
             for key, (prompt, count, ignore) in enumerate(requests)
         ]
     )
-    aborted = {message.key for message in loop.all(Freed)}
+    freed = {message.key: message.stats for message in reversed(loop.all(Freed))}
+    aborted = {key for _, what, key in said if what == "abort"}
     for key, (prompt, count, ignore) in enumerate(requests):
         expected, reason = answer(prompt, count, () if ignore else (EOS_TOKEN_ID,))
         got = loop.tokens(key)
         reasons = [out[2] for step in loop.all(Step) for out in step.outputs if out[0] == key and out[2]]
-        if key in aborted:
-            assert got == expected[: len(got)]
-        else:
+        if reasons:
             assert (got, reasons) == (expected, [reason])
+        else:
+            assert key in aborted and got == expected[: len(got)]
+        steps = [number for number, step in enumerate(loop.runner.steps, 1) if key in dict(step)]
+        assert freed[key].step >= max(steps, default=0), "the first word of it being freed"
     assert used_at_the_end(loop) == 0
 
 

@@ -34,7 +34,7 @@ def test_a_bound_process_dies_with_its_parent() -> None:
         assert child.is_running()
         parent.kill()
         parent.wait()
-        asyncio.run(all_gone([child], timeout=2.0))
+        asyncio.run(all_gone([child]))
 
 
 @linux_only

@@ -15,8 +15,8 @@ from inferq.engine.tracker import RequestTracker
 class Lives:
     """A tracker and the children it gets, one after the other. `a` has key 1, `b` has key 2, and so on."""
 
-    def __init__(self, requests: str = "", *, up: bool = True) -> None:
-        self.child = MortalChild(set())
+    def __init__(self, requests: str = "", *, up: bool = True, looks_ahead: bool = False) -> None:
+        self._looks_ahead = looks_ahead
         self.down = not up
         self.sinks: dict[str, ListSink] = {}
         self.tracker = RequestTracker(self._send, max_requests=99)
@@ -41,7 +41,7 @@ class Lives:
         return key
 
     def start(self) -> None:
-        self.child, self.down = MortalChild(set()), False
+        self.child, self.down = MortalChild(set(), looks_ahead=self._looks_ahead), False
         self.tracker.child_ready()
 
     def die(self) -> None:
@@ -59,8 +59,12 @@ class Lives:
     def settle(self) -> None:
         while self.child.inbox or self.child.outbox:
             self.child.apply()
-            while self.child.outbox:
-                self.tracker.on_message(self.child.outbox.pop(0))
+            self.hear()
+
+    def hear(self) -> None:
+        """What the child has said arrives; it reads nothing."""
+        while self.child.outbox:
+            self.tracker.on_message(self.child.outbox.pop(0))
 
     @property
     def _keys(self) -> dict[str, int]:
@@ -261,9 +265,70 @@ def test_one_that_is_cleared_and_ends_before_its_pause_is_read_makes_room_too() 
     lives.settle()
     for _ in range(MortalChild.NUM_TOKENS // SAFE_TOKENS + 1):
         lives.child.step(SAFE_TOKENS)
-        lives.tracker.on_message(lives.child.outbox.pop())
+        lives.hear()
     assert lives.sinks["a"].finish_reason is FinishReason.LENGTH
     assert lives.step() == "b"
+
+
+def test_a_suspect_that_has_ended_is_alone_until_no_step_has_it() -> None:
+    """The step on its way was planned before its end was known: who would begin meanwhile would be blamed for it."""
+    lives = Lives("ab", looks_ahead=True)
+    lives.step()
+    lives.die()
+    lives.start()
+    lives.settle()
+    lives.child.step(MortalChild.NUM_TOKENS)
+    lives.settle()
+    assert lives.sinks["a"].finish_reason is FinishReason.LENGTH
+    assert lives.child.ending and not lives.child.running
+    lives.die()
+    for _ in range(2):
+        assert lives.crashed() == ""
+        lives.start()
+        assert lives.step() == "b"
+        lives.die()
+    assert lives.crashed() == "b", "the two deaths at which it was alone"
+
+
+def test_the_others_go_on_when_no_step_has_the_last_suspect() -> None:
+    lives = Lives("a", looks_ahead=True)
+    lives.step()
+    lives.die()
+    lives.add("b")
+    lives.start()
+    lives.step(MortalChild.NUM_TOKENS)
+    assert lives.sinks["a"].finish_reason is FinishReason.LENGTH
+    assert lives.step() == "", "this step has the last row of a"
+    assert lives.step() == "b"
+
+
+def test_the_others_wait_until_the_child_has_left_out_a_suspect_that_its_user_has_paused() -> None:
+    lives = Lives("a")
+    lives.step()
+    lives.die()
+    lives.add("b")
+    lives.start()
+    assert lives.step() == "a"
+    lives.tracker.pause(lives.key("a"))
+    assert [type(message) for message in lives.child.inbox] == [Pause]
+    assert lives.step() == "b"
+
+
+def test_who_has_just_ended_counts_as_company() -> None:
+    """Also before there are suspects: the step on its way may have the one that has ended."""
+    lives = Lives("ab", looks_ahead=True)
+    lives.tracker.pause(lives.key("b"))
+    lives.settle()
+    lives.child.step(MortalChild.NUM_TOKENS)
+    lives.tracker.resume(lives.key("b"))
+    lives.settle()
+    assert lives.sinks["a"].finish_reason is FinishReason.LENGTH
+    for deaths in range(3):
+        assert lives.crashed() == "", f"it was alone at {deaths} deaths less one"
+        lives.die()
+        lives.start()
+        lives.step()
+    assert lives.crashed() == "b"
 
 
 def test_while_there_is_no_child_an_abort_ends_at_once_and_an_add_waits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -11,13 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.fake_engine import ListSink, MortalChild, admitted
 
 from inferq.engine.errors import EngineCrashedError
-from inferq.engine.pipe import Paused
+from inferq.engine.pipe import Freed, Paused, Step
 from inferq.engine.request import FinishReason
 from inferq.engine.suspects import GUILTY_DEATHS
 from inferq.engine.tracker import RequestTracker
 
 IDS = st.sampled_from("abcdef")
 PICK = st.randoms(use_true_random=False)
+
+
+def _left_out(said: Sequence[Step | Freed | Paused]) -> set[int]:
+    """Whom the child has said that it has left out of steps."""
+    ended = {key for message in said if isinstance(message, Step) for key, _, reason in message.outputs if reason}
+    return ended | {message.key for message in said if isinstance(message, Paused)}
 
 
 class RestartMachine(RuleBasedStateMachine):
@@ -32,11 +38,12 @@ class RestartMachine(RuleBasedStateMachine):
         self.paused: set[int] = set()
         self.deaths_alone: dict[int, int] = {}
         self.steps_per_read = 1
+        self.looks_ahead = False
 
-    @initialize(steps_per_read=st.sampled_from([1, 30]))
-    def choose(self, steps_per_read: int) -> None:
+    @initialize(steps_per_read=st.sampled_from([1, 30]), looks_ahead=st.booleans())
+    def choose(self, steps_per_read: int, looks_ahead: bool) -> None:
         """How late the child reads, once nothing disturbs it."""
-        self.steps_per_read = steps_per_read
+        self.steps_per_read, self.looks_ahead = steps_per_read, looks_ahead
 
     def _send(self, message: Any) -> None:
         assert self.child is not None, "something was sent down a pipe that leads nowhere"
@@ -48,9 +55,9 @@ class RestartMachine(RuleBasedStateMachine):
         child = self.child
         for message in [] if lost else child.outbox:
             self.tracker.on_message(message)  # what is said to the child meanwhile reaches nobody
-        in_flight = child.able() | {message.key for message in child.inbox if message.kind in ("add", "resume")}
-        unheard = {message.key for message in child.outbox if lost and isinstance(message, Paused)}
-        for key in in_flight | unheard:
+        coming = {message.key for message in child.inbox if message.kind in ("add", "resume")}
+        in_flight = child.able() | child.ending | coming
+        for key in in_flight | (_left_out(child.outbox) if lost else set()):
             if in_flight <= {key}:
                 self.deaths_alone[key] = self.deaths_alone.get(key, 0) + 1
         self.child = None
@@ -90,7 +97,7 @@ class RestartMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.child is None)
     @rule()
     def start(self) -> None:
-        self.child = MortalChild(self.poisons)
+        self.child = MortalChild(self.poisons, looks_ahead=self.looks_ahead)
         self.tracker.child_ready()
 
     @precondition(lambda self: self.child is not None)
@@ -101,7 +108,7 @@ class RestartMachine(RuleBasedStateMachine):
         self.child.apply(pick.randint(1, 1 + len(self.child.inbox)))
 
     @precondition(lambda self: self.child is not None)
-    @rule(num_tokens=st.integers(1, 12), lost=st.booleans())
+    @rule(num_tokens=st.sampled_from([1, 12, 40]), lost=st.booleans())
     def step(self, num_tokens: int, lost: bool) -> None:
         assert self.child is not None
         if not self.child.step(num_tokens):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,13 @@ from support.waiting import wait_until
 from inferq.engine import (
     AsyncInferenceEngine,
     DuplicateRequestError,
+    EngineDeadError,
     FinishReason,
     InvalidRequestError,
+    RequestFailedError,
     SamplingParams,
 )
+from inferq.engine.admission import INLINE_TOKENS
 from inferq.engine.decoders import decoder_factory
 from inferq.engine.detokenizer import OutputText, Replayed
 from inferq.engine.stop_strings import StopMatcher, StopStrings
@@ -95,11 +100,6 @@ def test_nothing_is_replayed_to_nothing() -> None:
 
 
 # ---- the engine ----
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
@@ -213,6 +213,142 @@ async def test_an_abort_after_a_resume_gives_what_is_held_back(engine: AsyncInfe
     engine.abort("r")
     (delta,) = sink.deltas
     assert (delta.index, delta.at, delta.text, delta.finish_reason) == (3, 1, "xy", CANCELLED)
+
+
+# ---- a long output of an earlier run: its text is worked out in a thread ----
+
+LONG = INLINE_TOKENS + 1
+
+
+class SlowText:
+    """Holds up the decoders of long outputs until it is told to let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: set[int] = set()
+        self._let_go = threading.Event()
+        replay = OutputText.replay
+
+        def waits(output: OutputText, token_ids: Sequence[int], reason: FinishReason | None) -> Replayed:
+            self.threads.add(threading.get_ident())
+            if len(token_ids) >= LONG:
+                assert self._let_go.wait(30)
+            return replay(output, token_ids, reason)
+
+        monkeypatch.setattr(OutputText, "replay", waits)
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+@pytest.fixture
+async def roomy(cache: Path) -> AsyncIterator[AsyncInferenceEngine]:
+    async with scripted_engine(cache, max_model_len=4 * LONG) as engine:
+        yield engine
+        await until_drained(engine)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowText]:
+    slow = SlowText(monkeypatch)
+    yield slow
+    slow.let_go()
+
+
+def resume_long(engine: AsyncInferenceEngine, *, more: int = 5, stop: tuple[str, ...] = ()) -> ListSink:
+    sink = ListSink()
+    sampling = SamplingParams(max_tokens=LONG + more, ignore_eos=True, stop=stop)
+    engine.submit("r", PROMPT, sampling, sink, generated=continuation(PROMPT, LONG))
+    return sink
+
+
+async def test_the_loop_goes_on_while_a_thread_works_out_the_text(roomy: AsyncInferenceEngine, slow: SlowText) -> None:
+    sink = resume_long(roomy)
+    assert (await roomy.complete("other", sampling=SamplingParams(max_tokens=3))).token_ids
+    assert not sink.deltas
+    with pytest.raises(DuplicateRequestError):
+        roomy.submit("r", PROMPT, SamplingParams(), ListSink())
+    slow.let_go()
+    await wait_until(lambda: sink.num_ends)
+    whole = continuation(PROMPT, LONG + 5)
+    assert sink.token_ids == whole[LONG:]
+    assert (sink.deltas[0].index, sink.deltas[0].at) == (LONG, len(whole_text(whole[:LONG])))
+    assert len(slow.threads - {threading.get_ident()}) == 1, "one for the long one, and the loop's for the others"
+
+
+async def test_an_abort_meanwhile_ends_it_where_the_earlier_run_was(
+    roomy: AsyncInferenceEngine, slow: SlowText
+) -> None:
+    token_ids = continuation(PROMPT, LONG)
+    text = whole_text(token_ids)
+    stop = text[-2:] + "\0"  # its beginning is held back
+    sink = resume_long(roomy, stop=(stop,))
+    freed = roomy.freed("r")
+    assert roomy.abort("r")
+    assert not roomy.abort("r")
+    assert not sink.deltas
+    following = ListSink()
+    roomy.submit("r", PROMPT, SamplingParams(max_tokens=2), following)  # the id is free at once
+    await wait_until(lambda: following.num_ends)
+    assert not sink.deltas
+    slow.let_go()
+    await wait_until(lambda: sink.num_ends)
+    (delta,) = sink.deltas
+    assert (delta.index, delta.at, delta.text) == (LONG, len(text) - 2, text[-2:])
+    assert delta.finish_reason is CANCELLED
+    await freed
+    assert roomy.stats is not None and roomy.stats.step == 2, "the steps of the other one"
+
+
+async def test_a_pause_meanwhile_holds(roomy: AsyncInferenceEngine, slow: SlowText) -> None:
+    sink = resume_long(roomy)
+    roomy.pause("r")
+    slow.let_go()
+    await wait_until(lambda: not _resuming())
+    await roomy.complete("other", sampling=SamplingParams(max_tokens=3))
+    assert not sink.deltas
+    roomy.resume("r")
+    await wait_until(lambda: sink.num_ends)
+    assert sink.finish_reason is LENGTH
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_one_that_was_over_is_told_so(roomy: AsyncInferenceEngine, slow: SlowText, aborted: bool) -> None:
+    sink = resume_long(roomy, more=0)
+    if aborted:
+        roomy.abort("r")
+    slow.let_go()
+    await wait_until(lambda: sink.num_ends)
+    (delta,) = sink.deltas
+    assert (delta.index, delta.token_ids, delta.finish_reason) == (LONG, (), LENGTH)
+
+
+async def test_the_end_of_the_engine_meanwhile_is_the_requests(cache: Path, slow: SlowText) -> None:
+    async with scripted_engine(cache, max_model_len=4 * LONG) as engine:
+        sink = resume_long(engine)
+        await engine.stop()
+        assert [type(error) for error in sink.errors] == [EngineDeadError]
+        slow.let_go()
+        await wait_until(lambda: not _resuming())
+        assert sink.num_ends == 1
+        assert engine.idle
+
+
+async def test_text_that_cannot_be_worked_out_fails_that_request_alone(
+    roomy: AsyncInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(output: OutputText, token_ids: Sequence[int], reason: FinishReason | None) -> Replayed:
+        raise ValueError("the detokenizer broke")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputText, "replay", broken)
+        sink = resume_long(roomy)
+        await wait_until(lambda: sink.num_ends)
+    assert [type(error) for error in sink.errors] == [RequestFailedError]
+    assert (await roomy.complete("other", sampling=SamplingParams(max_tokens=3))).token_ids
+
+
+def _resuming() -> bool:
+    return any(task.get_name() == "inferq-resume" for task in asyncio.all_tasks())
 
 
 @pytest.mark.parametrize("generated", [[-1], [VOCAB_SIZE], [1.0], ["a"], [True]])

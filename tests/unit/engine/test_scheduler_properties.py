@@ -169,7 +169,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 # Preemption in its rarer forms needs many steps: examples are cheap here, some milliseconds each.
 TestScheduler.settings = settings(max_examples=5 * settings.default.max_examples, stateful_step_count=60)
-
 _REQUESTS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8)
 
 

@@ -141,6 +141,8 @@ class TrackerMachine(RuleBasedStateMachine):
         if self.child.running:
             self.tracker.on_step(self.child.step([(key, "z", FinishReason.LENGTH) for key in list(self.child.running)]))
             self._drop_ended()
+            self.child_reads_its_inbox()
+            self.answers_arrive()
         if len(self.tracker):
             self.tracker.fail_all("the end")
         assert all(sink.num_ends >= 1 for sink in self.sinks), "every sink has an end"
