@@ -33,19 +33,18 @@ PAIRS, QUICK_PAIRS = 7, 3
 CONCURRENT, NEW_TOKENS, QUICK_NEW_TOKENS = 32, 64, 12
 SCRIPTED, REAL = "scripted", "smol"
 
-Arrivals = dict[tuple[int, int], float]
+#: When the reader had each token of a prompt, by the prompt's key.
+Arrivals = dict[int, list[float]]
 
 
 async def read_stream(client: InferenceClient, prompt: str, arrived: Arrivals, running: asyncio.Barrier) -> None:
     """Read until cancelled; `running` is passed when every stream has its first token."""
-    key = prompt_key(prompt)
+    times = arrived[prompt_key(prompt)] = []
     request_id = await client.submit(prompt, sampling={"max_tokens": 20_000, "ignore_eos": True})
     waiting: asyncio.Task[int] | None = None
     async for event in client.stream(request_id):
         if isinstance(event, Delta):
-            now = time.monotonic()
-            for index in range(event.index, event.index + len(event.token_ids)):
-                arrived[key, index] = now
+            times += [time.monotonic()] * len(event.token_ids)
             waiting = waiting or asyncio.create_task(running.wait())
 
 
@@ -76,7 +75,12 @@ async def measure_latency(seconds: float) -> tuple[list[float], float]:
             if running.process.poll() is not None:
                 cannot_measure("the worker ended during the run")
         made_at = read_trace(path).made_at
-    found = [(at - made_at[token]) * 1000 for token, at in arrived.items() if begun_at <= at < ended_at]
+    found = [
+        (at - made_at[key, index]) * 1000
+        for key, times in arrived.items()
+        for index, at in enumerate(times)
+        if begun_at <= at < ended_at
+    ]
     return found, cpu_seconds * 1e6 / len(found)
 
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from arq.connections import ArqRedis
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import EqualJitterBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -39,7 +40,27 @@ RETRIES: Final = 3
 #: What says that the connection, not the command, went wrong. ReadOnlyError: the server was demoted by a failover.
 LOST: Final = (ConnectionError, TimeoutError, ReadOnlyError, OSError)
 _REFUSED: Final = (AuthenticationError, AuthorizationError)
+_SERIALIZER: Final = HiredisRespSerializer()
 _T = TypeVar("_T")
+
+
+class _PacksInC:
+    """Of a connection: it packs commands by hiredis, as redis-py's own synchronous connections do, and not in Python.
+
+    A call that publishes for many requests has thousands of arguments.
+    """
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        packed: list[bytes] = _SERIALIZER.pack(*args)
+        return packed
+
+
+def _pack_in_c(pool: ConnectionPool) -> ConnectionPool:
+    """The pool, for whose connections, of whatever kind they are, that holds from now on."""
+    kind = pool.connection_class
+    if not issubclass(kind, _PacksInC):
+        pool.connection_class = type(kind.__name__, (_PacksInC, kind), {})
+    return pool
 
 
 class _CredentialsRefused(RedisError):
@@ -86,7 +107,7 @@ def connect(url: str | None = None, *, retries: int = RETRIES, **options: Any) -
         # A server that has become a replica refuses to write: a new connection may lead to its successor.
         "retry_on_error": [ConnectionError, TimeoutError, OSError, ReadOnlyError],
     }
-    pool = pool_of(url or default_url(), {**defaults, **options})
+    pool = _pack_in_c(pool_of(url or default_url(), {**defaults, **options}))
     client = ArqRedis(pool, job_serializer=encode_json, job_deserializer=decode_json)
     client.auto_close_connection_pool = True
     check_client(client)
@@ -135,7 +156,7 @@ def blocking_connection(client: ArqRedis) -> Redis:
         "retry_on_error": [],
         "retry_on_timeout": False,
     }
-    return Redis.from_pool(pool_like(client.connection_pool, options))
+    return Redis.from_pool(_pack_in_c(pool_like(client.connection_pool, options)))
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -6,11 +6,11 @@ Readers ignore types and fields they do not know, so that a newer worker never b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class FinishReason(StrEnum):
@@ -138,9 +138,17 @@ Event = Annotated[Queued | Started | Prompt | Delta | Finished | Failed, Field(d
 StreamEvent = Event | NoWorker
 TerminalEvent = Finished | Failed
 TERMINAL_TYPES: Final = frozenset({"finished", "failed"})
-EVENT_TYPES: Final = frozenset({"queued", "started", "prompt", "delta", "finished", "failed"})
+_MODELS: Final[dict[str, type[Event]]] = {
+    "queued": Queued,
+    "started": Started,
+    "prompt": Prompt,
+    "delta": Delta,
+    "finished": Finished,
+    "failed": Failed,
+}
+EVENT_TYPES: Final = frozenset(_MODELS)
 
-_EVENT: Final[TypeAdapter[Any]] = TypeAdapter(Event)
+_quote: Final = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def encode_event(event: _Event) -> tuple[str, str]:
@@ -148,16 +156,28 @@ def encode_event(event: _Event) -> tuple[str, str]:
     return event.type, event.model_dump_json(exclude={"type"}, exclude_none=True)  # type: ignore[attr-defined]
 
 
+def encode_delta(
+    *, index: int, at: int, text: str, token_ids: Iterable[int], finish_reason: FinishReason | None
+) -> tuple[str, str]:
+    """What `encode_event` makes of a Delta of the first choice, in a sixth of its time: there is one for each token."""
+    ids = ",".join(map(str, token_ids))
+    end = "" if finish_reason is None else f',"finish_reason":"{finish_reason.value}"'
+    return "delta", f'{{"choice":0,"index":{index},"at":{at},"text":{_quote(text)},"token_ids":[{ids}]{end}}}'
+
+
 def decode_event(fields: Mapping[bytes, bytes]) -> Event | None:
     """The event of a stream entry; None for a type this version does not know.
 
     Raises ValueError for an entry of a known type whose data does not fit it.
     """
-    kind = fields.get(b"t", b"").decode()
-    if kind not in EVENT_TYPES:
+    model = _MODELS.get(fields.get(b"t", b"").decode())
+    if model is None:
         return None
-    data = json.loads(fields.get(b"d", b"null"))
-    if not isinstance(data, dict):
-        raise ValueError(f"the data of a {kind} entry is not a JSON object")
-    event: Event = _EVENT.validate_python({**data, "type": kind})
-    return event
+    data = fields.get(b"d", b"null")
+    try:
+        return model.model_validate_json(data)
+    except ValidationError:
+        match json.loads(data):
+            case {"type": _, **known}:  # in `d` that is a field like any other that nobody knows
+                return model.model_validate(known)
+        raise

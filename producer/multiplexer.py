@@ -70,14 +70,14 @@ class Subscription:
         return []
 
     async def _wait(self, timeout_s: float) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
         self._shard.want(self)
+        timer = loop.call_later(timeout_s, self._notify)  # a fraction of what asyncio.timeout costs for each event
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._waiter
-        except TimeoutError:
-            pass
+            await self._waiter
         finally:
+            timer.cancel()
             self._waiter = None
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 from inferq.engine.request import Delta as EngineDelta
-from inferq.producer.events import Delta, FinishReason, TerminalEvent, encode_event
+from inferq.producer.events import FinishReason, TerminalEvent, encode_delta, encode_event
 
 from .commands import Entry, Outcome
 from .progress import Progress
@@ -31,19 +31,12 @@ class Hold(Enum):
     GONE = "gone"  #: it is somebody else's, or it has ended: nothing is sent any more
 
 
-class _Mark(NamedTuple):
-    """A place in the answer: so many tokens, and so many code points, stand before it."""
-
-    tokens: int
-    chars: int
-
-
-_START: Final = _Mark(0, 0)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Outbox:
-    """`token_ids` and `num_chars` count what stands in the stream or will: tokens, and code points of their text."""
+    """`token_ids` and `num_chars` count what stands in the stream or will: tokens, and code points of their text.
+
+    A place in the answer is how many tokens and how many code points stand before it.
+    """
 
     request_id: str
     token: str
@@ -63,8 +56,10 @@ class Outbox:
     leaving: bool = False  #: the job is handed back: what a full server refuses is another worker's to make again
     _texts: list[str] = field(default_factory=list)
     _unsent_texts: list[str] = field(default_factory=list)
-    _entered: _Mark = _START  #: what entries hold, be they acknowledged or not
-    _published: _Mark = _START  #: what Redis has acknowledged
+    _entered_tokens: int = 0  #: what entries hold, be they acknowledged or not
+    _entered_chars: int = 0
+    _published_tokens: int = 0  #: what Redis has acknowledged
+    _published_chars: int = 0
     _end_entered: bool = False
     _sequence: int = 0
     _closing: bool = False  #: its last entries are under way
@@ -83,7 +78,7 @@ class Outbox:
     @property
     def num_unpublished(self) -> int:
         """Tokens that Redis has not acknowledged yet."""
-        return len(self.token_ids) - self._published.tokens
+        return len(self.token_ids) - self._published_tokens
 
     @property
     def gone(self) -> bool:
@@ -100,12 +95,9 @@ class Outbox:
 
     @property
     def _has_unsent(self) -> bool:
-        unsent_end = self.finish_reason is not None and not self._end_entered
-        return unsent_end or self._entered != self._end
-
-    @property
-    def _end(self) -> _Mark:
-        return _Mark(len(self.token_ids), self.num_chars)
+        if self.finish_reason is not None and not self._end_entered:
+            return True
+        return len(self.token_ids) != self._entered_tokens or self.num_chars != self._entered_chars
 
     # ---- what comes in ----
 
@@ -120,21 +112,24 @@ class Outbox:
         """Raises ValueError for a delta that is not the next one: it would leave a hole in the answer."""
         if self.gone or self._closing:
             return
-        if (delta.index, delta.at) != self._end:
-            raise ValueError(f"a delta at {delta.index}.{delta.at}, where {self._end} is next")
+        if delta.index != len(self.token_ids) or delta.at != self.num_chars:
+            raise ValueError(
+                f"a delta at {delta.index}.{delta.at}, where {len(self.token_ids)}.{self.num_chars} is next"
+            )
         self.token_ids += delta.token_ids
         self.num_chars += len(delta.text)
         self._unsent_texts.append(delta.text)
         self.finish_reason = finish_reason
-        self._settle()
+        if self._has_unsent:
+            self.settled.clear()
         self._weigh()
 
     def discard(self) -> bool:
         """Forget what no entry holds. False if there was nothing."""
         if self._closing or not self._has_unsent:
             return False
-        del self.token_ids[self._entered.tokens :]
-        self.num_chars = self._entered.chars
+        del self.token_ids[self._entered_tokens :]
+        self.num_chars = self._entered_chars
         self._unsent_texts.clear()
         self._settle()
         return True
@@ -154,26 +149,25 @@ class Outbox:
         if self._has_unsent:
             entries.append(self._enter_unsent())
         self._settle()
-        return [*entries, self._entry(event)]
+        return [*entries, self._entry(*encode_event(event))]
 
     def _enter_unsent(self) -> Entry:
         text = "".join(self._unsent_texts)
-        event = Delta(
-            index=self._entered.tokens,
-            at=self._entered.chars,
+        kind, data = encode_delta(
+            index=self._entered_tokens,
+            at=self._entered_chars,
             text=text,
-            token_ids=tuple(self.token_ids[self._entered.tokens :]),
+            token_ids=self.token_ids[self._entered_tokens :],
             finish_reason=self.finish_reason,
         )
         self._texts.append(text)
         self._unsent_texts.clear()
-        self._entered = self._end
+        self._entered_tokens, self._entered_chars = len(self.token_ids), self.num_chars
         self._end_entered = self.finish_reason is not None
-        return self._entry(event)
+        return self._entry(kind, data)
 
-    def _entry(self, event: Delta | TerminalEvent) -> Entry:
+    def _entry(self, kind: str, data: str) -> Entry:
         """The next entry of this stream, after the one that is expected to be its last."""
-        kind, data = encode_event(event)
         expected_id, self._sequence = self.last_id, self._sequence + 1
         return Entry(self.request_id, self.token, expected_id, self.last_id, kind, data)
 
@@ -186,7 +180,7 @@ class Outbox:
             return
         self.sent = self._refused_since = None
         self._doubtful = False
-        self._published = self._entered
+        self._published_tokens, self._published_chars = self._entered_tokens, self._entered_chars
         self._settle()
         self._weigh()
 
@@ -216,7 +210,8 @@ class Outbox:
     def _thaw(self) -> None:
         self.sent, self._sequence = None, self._sequence - 1
         self._unsent_texts.insert(0, self._texts.pop())
-        self._entered, self._end_entered = self._published, False
+        self._entered_tokens, self._entered_chars = self._published_tokens, self._published_chars
+        self._end_entered = False
 
     # ---- whose it is ----
 
@@ -258,7 +253,8 @@ class Outbox:
         self.settled.set()
 
     def _mark_entered(self, progress: Progress) -> None:
-        self._entered = self._published = _Mark(len(progress.token_ids), progress.num_chars)
+        self._entered_tokens = self._published_tokens = len(progress.token_ids)
+        self._entered_chars = self._published_chars = progress.num_chars
         self._end_entered = progress.finish_reason is not None
 
     def _settle(self) -> None:

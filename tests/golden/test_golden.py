@@ -31,6 +31,7 @@ from inferq.producer.events import (
     Timings,
     Usage,
     decode_event,
+    encode_delta,
     encode_event,
 )
 from inferq.producer.payload import build_request, encode_payload, fingerprint
@@ -111,6 +112,13 @@ def test_events(name: str) -> None:
     kind, data = encode_event(EVENTS[name])
     assert kind == name.partition("-")[0]
     compare(f"{name}.json", data)
+
+
+def test_what_the_worker_writes_for_a_token() -> None:
+    delta = EVENTS["delta"]
+    assert isinstance(delta, Delta)
+    _, data = encode_delta(**delta.model_dump(include={"index", "at", "text", "token_ids", "finish_reason"}))
+    compare("delta.json", data)
 
 
 def test_every_event_is_frozen() -> None:

@@ -9,18 +9,21 @@ from urllib.parse import quote
 
 import pytest
 from arq.connections import ArqRedis
-from redis.asyncio import ConnectionPool
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio import Connection, ConnectionPool, Redis
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ConnectionError,
+    DataError,
     NoPermissionError,
     OutOfMemoryError,
     TimeoutError,
 )
 from support.servers import valkey
 
-from inferq.producer import InferenceClient, RedisUnavailable, UnsuitableConnection, connect
+from inferq.producer import InferenceClient, RedisUnavailable, UnsuitableConnection, connect, connection
 from inferq.producer.connection import blocking_connection, redis_errors
 from inferq.producer.contract import decode_json, encode_json
 
@@ -114,6 +117,63 @@ async def test_a_blocking_command_may_take_longer_than_the_socket_timeout(redis_
             assert blocking.connection_pool is not client.connection_pool
         finally:
             await blocking.aclose()
+
+
+names = st.sampled_from(["XADD", b"XADD", "CONFIG GET", b"SCRIPT LOAD"])
+views = st.binary(max_size=9).map(memoryview)
+arguments = st.one_of(st.text(), st.binary(), views, st.integers(), st.floats(), st.just("x" * 10_000))
+
+
+@given(names, st.lists(arguments, max_size=20))
+def test_a_command_is_packed_as_redis_py_packs_it(name: str | bytes, rest: list[object]) -> None:
+    ours = connect("redis://localhost").connection_pool.make_connection()
+    assert b"".join(ours.pack_command(name, *rest)) == b"".join(Connection().pack_command(name, *rest))
+
+
+@pytest.mark.parametrize("value", [None, True, [], {}, object(), "\ud800"], ids=repr)
+def test_what_cannot_be_packed_is_refused(value: object) -> None:
+    ours = connect("redis://localhost").connection_pool.make_connection()
+    for each in (ours, Connection()):
+        with pytest.raises((DataError, UnicodeEncodeError)):
+            each.pack_command("SET", "key", value)
+
+
+URLS = ["redis://h", "rediss://h", "unix:///s.sock", "redis+sentinel://h/service", "rediss+sentinel://h/service"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_connections_of_every_kind_pack_in_c(url: str) -> None:
+    client = connect(url)
+    kind = client.connection_pool.connection_class
+    assert kind.pack_command is connection._PacksInC.pack_command
+    assert blocking_connection(client).connection_pool.connection_class is kind
+
+
+class Seen:
+    """Packs as before, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[object, ...]] = []
+
+    def pack(self, *args: object) -> list[bytes]:
+        self.commands.append(args)
+        return Connection().pack_command(*args)
+
+
+async def test_redis_py_sends_what_our_connections_pack(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and pipelines, of our own client and of the one that reads for a client of the web app's."""
+    seen = Seen()
+    monkeypatch.setattr(connection, "_SERIALIZER", seen)
+    async with connect(redis_url) as client:
+        await client.echo("one")
+        async with client.pipeline(transaction=True) as pipe:
+            await pipe.echo("two").execute()
+    async with Redis.from_url(redis_url) as of_the_app:
+        reading = blocking_connection(ArqRedis(of_the_app.connection_pool, **JSON_PAIR))
+        await reading.echo("three")
+        await reading.aclose()
+    sent = [command for command in seen.commands if command[0] == "ECHO"]
+    assert sent == [("ECHO", "one"), ("ECHO", "two"), ("ECHO", "three")]
 
 
 ERRORS = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from inferq.producer.errors import EngineFailure, RequestRefused, failure
 from inferq.producer.events import (
@@ -22,6 +24,7 @@ from inferq.producer.events import (
     Timings,
     Usage,
     decode_event,
+    encode_delta,
     encode_event,
 )
 
@@ -31,6 +34,12 @@ reasons = st.sampled_from(FinishReason)
 ms = st.floats(0, 1e9, allow_nan=False)
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
 logprobs = st.none() | st.lists(st.dictionaries(texts, st.floats(-1e6, 0)), max_size=2)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+any_event: TypeAdapter[Any] = TypeAdapter(Event)
 events = st.one_of(
     st.builds(Queued, v=naturals, generation=naturals, enqueued_at_ms=naturals, trace=st.none() | texts),
     st.builds(
@@ -78,12 +87,46 @@ def test_fields_that_nobody_knows_are_ignored(event: Event, news: dict[str, int]
     assert decode_event(entry) == event
 
 
+@given(naturals, naturals, st.text(), token_ids, st.none() | reasons)
+def test_a_delta_is_written_as_its_model_writes_it(
+    index: int, at: int, text: str, token_ids: tuple[int, ...], finish_reason: FinishReason | None
+) -> None:
+    event = Delta(index=index, at=at, text=text, token_ids=token_ids, finish_reason=finish_reason)
+    written = encode_delta(index=index, at=at, text=text, token_ids=token_ids, finish_reason=finish_reason)
+    assert written == encode_event(event)
+
+
+@pytest.mark.parametrize("plane", range(0x11))
+def test_every_character_is_written_as_its_model_writes_it(plane: int) -> None:
+    points = (plane << 16 | low for low in range(1 << 16))
+    text = "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+    event = Delta(index=0, at=0, text=text, token_ids=(), finish_reason=None)
+    written = encode_delta(index=0, at=0, text=text, token_ids=(), finish_reason=None)
+    assert written == encode_event(event)
+
+
+@given(events, st.data())
+def test_what_an_entry_says_is_what_its_json_says_to_the_models(event: Event, data: st.DataObject) -> None:
+    """Whatever stands in a field: the same event as by the way over Python's own JSON, or an error as there."""
+    kind, written = encode_event(event)
+    names = st.sampled_from(sorted({*type(event).model_fields, "x"}))
+    fields = json.loads(written) | data.draw(st.dictionaries(names, json_values, max_size=2))
+    entry = {b"t": kind.encode(), b"d": json.dumps(fields).encode()}
+    try:
+        expected = any_event.validate_python({**fields, "type": kind})
+    except ValueError:
+        with pytest.raises(ValueError):
+            decode_event(entry)
+    else:
+        assert decode_event(entry) == expected
+
+
 @pytest.mark.parametrize("entry", [{}, {b"d": b"{}"}, {b"t": b"thought", b"d": b"{}"}])
 def test_types_that_nobody_knows_are_none(entry: dict[bytes, bytes]) -> None:
     assert decode_event(entry) is None
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{}", b'{"index":"a"}', b"{"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{}", b'{"index":"a"}', b"{", b"\xff", b'{"type":"queued"}'])
 def test_an_entry_that_does_not_fit_its_type_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError):
         decode_event({b"t": b"delta", b"d": data})

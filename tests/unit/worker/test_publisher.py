@@ -31,6 +31,16 @@ async def test_what_waits_goes_in_one_entry() -> None:
     assert [entry.entry_id for entry in redis.streams["a"]] == ["7-1", "7-2"]
 
 
+async def test_a_delta_that_says_nothing_makes_no_entry_and_holds_up_no_hand_back() -> None:
+    redis = ScriptedRedis()
+    box, _ = outbox()
+    async with running(redis) as publisher:
+        publisher.put(box, EngineDelta(0, 0, "", ()))
+        async with asyncio.timeout(5):
+            assert await publisher.hand_back(box) is Outcome.OK
+    assert not redis.calls
+
+
 async def test_one_call_carries_all_requests_of_a_step() -> None:
     redis = ScriptedRedis()
     boxes = [outbox(f"r{number}")[0] for number in range(MAX_ENTRIES_PER_CALL + 10)]
