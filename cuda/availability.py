@@ -1,8 +1,7 @@
-"""Whether Triton's kernels can run here. Loads no Triton."""
+"""Whether Triton's kernels can run here, which is told without loading it."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from typing import Final
@@ -30,5 +29,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def triton_version() -> str:
-    """Raises PackageNotFoundError where it is not installed."""
-    return importlib.metadata.version("triton")
+    """By itself: builds of torch have brought it as packages of several names. Raises ImportError without it."""
+    import triton
+
+    return str(triton.__version__)

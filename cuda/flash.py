@@ -194,7 +194,7 @@ def load_flash(device: torch.device) -> Flash:
         try:
             return load()
         except ImportError as exc:
-            reasons.append(str(exc))
+            reasons += str(exc).splitlines()[:1]
     raise FlashUnsupportedError(f"flash-attn cannot be loaded ({'; '.join(reasons)}): {_INSTALL}")
 
 

@@ -6,7 +6,7 @@ Knows torch and the kernel's files, no model and no configuration. Sizes are in 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +18,9 @@ HOST_SHARE: Final = 0.5
 HOST_CAP_BYTES: Final = 4 * 1024**3
 
 
-#: What torch's allocators say, on a CPU and through CUDA.
+#: What torch's allocators say, on a CPU and through CUDA, and CUDA's libraries, which allocate by themselves.
 _SIGNS: Final = (
+    "_status_alloc_failed",
     "alloc_cpu",
     "defaultcpuallocator",
     "not enough memory",
@@ -37,6 +38,21 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
+    """What `run` takes at most beside what is allocated; 0 on a device where that is not counted."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def free_bytes(device: torch.device) -> int:
+    """What nobody has of a CUDA device's memory."""
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def cuda_kv_bytes(device: torch.device, utilization: float, *, activation_bytes: int) -> int:

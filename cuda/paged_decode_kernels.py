@@ -22,7 +22,8 @@ def _tiles_of(length: tl.tensor, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDO
     return lowest, first, end, tl.cdiv(end - first, SPLITS)
 
 
-@triton.jit
+# Of tables and lengths no wide loads are made, so no launch is compiled by where they begin or how wide they are.
+@triton.jit(do_not_specialize=["block_tables", "seq_lens", "table_row_stride"])
 def _split_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -122,7 +123,7 @@ def _split_kernel(
         tl.store(lse + row * lse_row_stride + head * lse_head_stride + split, maximum + tl.log2(total), mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seq_lens"])
 def _reduce_kernel(
     partial: tl.tensor,
     lse: tl.tensor,

@@ -86,7 +86,8 @@ def paged_prefill(
     )
 
 
-@triton.jit
+# A step's prompts begin anywhere in these arrays, and tables are as wide as the longest sequence makes them.
+@triton.jit(do_not_specialize=["block_tables", "query_starts", "seq_lens", "table_row_stride"])
 def _prefill_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,

@@ -59,12 +59,13 @@ def sample(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    maxima, noisy = empty(2, rows, parts, dtype=torch.float32)
-    greedy, picked = empty(2, rows, parts, dtype=torch.int32)
+    # Each by itself: where the second half of one begins would follow from the rows, and a kernel is compiled by that.
+    maxima, noisy = (empty(rows, parts, dtype=torch.float32) for _ in range(2))
+    greedy, picked = (empty(rows, parts, dtype=torch.int32) for _ in range(2))
     floors, targets = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.float64)
     prefixes = empty(steps, rows, dtype=torch.int64)
     # A step's programs read what the step before them wrote all the while that others of them write.
-    before, after = empty(2, rows, parts, DIGITS.value, dtype=torch.float64)
+    before, after = (empty(rows, parts, DIGITS.value, dtype=torch.float64) for _ in range(2))
 
     grid, limits = (rows, parts), (*row_limits.values(), maxima)
     maximum_kernel[grid](logits, logits.stride(0), maxima, greedy, PART=PART, **launch)

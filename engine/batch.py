@@ -80,6 +80,9 @@ class StepBatch:
 
         Their block tables already cover the tokens to be computed. A token that is pending is the one that the step
         before this one samples.
+
+        It does not wait for the device, which may still be reading what it was filled with before this time. What it
+        was filled with before that must have been read: whoever fills it waits for the end of the step before the last.
         """
         array = self._buffers.next_arrays()
         self.samplings = []

@@ -8,14 +8,16 @@ whatever was rewritten in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
 from inferq.cuda.memory import is_shortage
+from inferq.cuda.synchronize import synchronize
 
 from .assets import first_line
 from .attention import AttentionBackend, AttentionParams, LayerShape
@@ -49,7 +51,7 @@ class Gate:
         self._prompts = _prompts(model)
         with self._refusing_failures(), torch.inference_mode():
             model.set_attn_implementation("eager")
-            self._expected = [model(ids.unsqueeze(0), use_cache=False).logits[0] for ids in self._prompts]
+            self._expected = [model(_on_device(prompt, model), use_cache=False).logits[0] for prompt in self._prompts]
             model.set_attn_implementation(IMPLEMENTATION)
             self.layers = self._probe()
 
@@ -76,7 +78,7 @@ class Gate:
                     f"not enough memory to compute {sum(_LENGTHS)} tokens beside the weights: free the device, or take "
                     f"a smaller model or dtype: {first_line(exc)}"
                 ) from exc
-            reason = f"its forward pass fails on a flat batch{what} ({type(exc).__name__}: {exc})"
+            reason = f"its forward pass fails on a flat batch{what} ({type(exc).__name__}: {first_line(exc)})"
             raise self._refusal(reason) from exc
 
     def _check_layer_types(self) -> None:
@@ -85,7 +87,7 @@ class Gate:
             raise self._refusal(f"it has layers of type {', '.join(sorted(unknown))}")
 
     def _probe(self) -> tuple[LayerProbe, ...]:
-        ids, notes = torch.cat(self._prompts).unsqueeze(0), _Notes()
+        ids, notes = _on_device(chain(*self._prompts), self._model), _Notes()
         with attending(notes):
             self._model(ids, position_ids=torch.zeros_like(ids), use_cache=False)
         called = [layer for layer, _ in notes.calls]
@@ -116,13 +118,14 @@ class Gate:
         for counts in steps:
             for sequence, prompt, count in zip(sequences, self._prompts, counts, strict=True):
                 # As far as they are known: a step of one token is a decode.
-                sequence.token_ids = prompt[: sequence.num_computed_tokens + count].tolist()
+                sequence.token_ids = prompt[: sequence.num_computed_tokens + count]
             batch.fill([Scheduled(sequence, count) for sequence, count in zip(sequences, counts, strict=True)])
             backend.prepare(batch)
             with attending(backend):
                 parts.append(torch.split(flat_forward(self._model, batch), counts))
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.num_computed_tokens += count
+            synchronize(device)  # the batch is filled a third time
         return [torch.cat(of_sequence) for of_sequence in zip(*parts, strict=True)]
 
 
@@ -133,10 +136,15 @@ def flat_forward(model: Any, batch: StepBatch, **options: Any) -> torch.Tensor:
     return logits
 
 
-def _prompts(model: Any) -> list[torch.Tensor]:
+def _prompts(model: Any) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [torch.randint(vocabulary, (length,), generator=generator).to(model.device) for length in _LENGTHS]
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in _LENGTHS]
+
+
+def _on_device(ids: Iterable[int], model: Any) -> torch.Tensor:
+    """int64 [1, tokens]."""
+    return torch.tensor([list(ids)], device=model.device)
 
 
 class _Notes(ZeroAttention):
@@ -153,14 +161,14 @@ class _Notes(ZeroAttention):
         return super().attend(layer, query, key, value, params)
 
 
-def _sequences(prompts: Seq[torch.Tensor], block_size: int) -> list[Sequence]:
+def _sequences(prompts: Seq[list[int]], block_size: int) -> list[Sequence]:
     """With blocks that are not in order."""
     counts = [-(-len(prompt) // block_size) for prompt in prompts]
     blocks = list(range(sum(counts)))
     return [
         Sequence(
             key,
-            prompt.tolist(),
+            prompt,
             len(prompt),
             SequenceSampling(max_tokens=1),
             block_table=[blocks.pop() for _ in range(count)],

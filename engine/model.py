@@ -23,7 +23,7 @@ from .cache import cache_root
 from .config import EngineConfig
 from .convert import NAME as DEMO_NAME
 from .convert import demo_model_dir
-from .errors import ModelLoadError
+from .errors import ModelLoadError, SettingError
 
 #: Takes a level, an event and its details.
 Log = Callable[..., None]
@@ -57,7 +57,7 @@ def load_model(config: EngineConfig, log: Log) -> LoadedModel:
     try:
         return _load_model(config, log)
     except (OSError, SafetensorError) as exc:  # a disk that is full, a cache that cannot be written
-        raise ModelLoadError(f"{config.model or 'the model'} cannot be loaded: {exc}") from exc
+        raise ModelLoadError(f"{config.model or 'the model'} cannot be loaded: {first_line(exc)}") from exc
 
 
 def _load_model(config: EngineConfig, log: Log) -> LoadedModel:
@@ -96,19 +96,21 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as exc:
-        raise ModelLoadError(wanted) from exc
+        raise SettingError("device", wanted) from exc
     if device.type not in ("cpu", "cuda"):
-        raise ModelLoadError(wanted)
+        raise SettingError("device", wanted)
     return device if device.type == "cpu" else _cuda_device(name, device.index)
 
 
 def _cuda_device(name: str, index: int | None) -> torch.device:
     if not torch.cuda.is_available():
-        raise ModelLoadError(f"device {name} was asked for, and torch finds no CUDA device here")
+        raise SettingError("device", f"device {name} was asked for, and torch finds no CUDA device here")
     if index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if index >= torch.cuda.device_count():
-        raise ModelLoadError(f"device {name} was asked for, and there are {torch.cuda.device_count()}, from cuda:0 on")
+        raise SettingError(
+            "device", f"device {name} was asked for, and there are {torch.cuda.device_count()}, from cuda:0 on"
+        )
     return torch.device("cuda", index)
 
 
@@ -117,14 +119,19 @@ def choose_dtype(name: str, device: torch.device, model_config: PreTrainedConfig
 
     `auto` on CUDA is the checkpoint's type. On a CPU it is bfloat16 where the CPU multiplies it in hardware (AVX-512
     BF16 or AMX: it was measured 1.5 times as fast as float32 at one sequence and 3 times at 64), else float32.
+
+    Raises SettingError for a type that is none of _DTYPES.
     """
     if name == "auto":
         if device.type == "cpu":
             return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
         own = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
-        return own if isinstance(own, torch.dtype) else torch.bfloat16
+        own = own if isinstance(own, torch.dtype) else torch.bfloat16
+        if own not in _DTYPES.values():
+            raise SettingError("dtype", f"the checkpoint is in {own}: set dtype to one of {', '.join(_DTYPES)}")
+        return own
     if name not in _DTYPES:
-        raise ModelLoadError(f"dtype must be auto, {', '.join(_DTYPES)}, not {name!r}")
+        raise SettingError("dtype", f"dtype must be auto, {', '.join(_DTYPES)}, not {name!r}")
     return _DTYPES[name]
 
 
@@ -137,20 +144,20 @@ def _multiplies_bfloat16() -> bool:
 def _find(config: EngineConfig, log: Log) -> tuple[str, Path]:
     """The model's name and its folder."""
     if not config.model:
-        raise ModelLoadError("model must be `demo`, a folder or a Hugging Face id, not empty")
+        raise SettingError("model", "model must be `demo`, a folder or a Hugging Face id, not empty")
     if config.model == "demo":
         return DEMO_NAME, demo_model_dir(cache_root(config.cache_dir), log)
     folder = Path(config.model).expanduser()
     if folder.is_dir():
         return folder.resolve().name, folder
     if folder.is_absolute() or config.model.startswith(("~", ".")) or config.model.count("/") > 1:
-        raise ModelLoadError(f"there is no folder {config.model}")
+        raise SettingError("model", f"there is no folder {config.model}")
     return config.model.rsplit("/", 1)[-1], _download(config, log)
 
 
 def _download(config: EngineConfig, log: Log) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     log("info", "fetching from Hugging Face", model=config.model, revision=config.revision)
     wanted = [*_WANTED, "*.py"] if config.trust_remote_code else list(_WANTED)
@@ -160,17 +167,23 @@ def _download(config: EngineConfig, log: Log) -> Path:
                 config.model, revision=config.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
             )
         )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
-        raise ModelLoadError(
-            f"{config.model!r} is neither `demo` nor a folder here, and Hugging Face did not give it: {first_line(exc)}"
-        ) from exc
+    except RevisionNotFoundError as exc:
+        raise SettingError("revision", f"{config.model!r} has no revision {config.revision!r}") from exc
+    except (HFValidationError, RepositoryNotFoundError) as exc:
+        raise SettingError("model", _not_given(config, exc)) from exc
+    except OSError as exc:  # of the network, which may be there at the next start
+        raise ModelLoadError(_not_given(config, exc)) from exc
+
+
+def _not_given(config: EngineConfig, exc: Exception) -> str:
+    return f"{config.model!r} is neither `demo` nor a folder here, and Hugging Face did not give it: {first_line(exc)}"
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as exc:
-        raise ModelLoadError(f"{folder} holds no model that transformers knows: {first_line(exc)}") from exc
+        raise SettingError("model", f"{folder} holds no model that transformers knows: {first_line(exc)}") from exc
 
 
 def _check_generation_config(folder: Path) -> None:
@@ -184,7 +197,7 @@ def _check_generation_config(folder: Path) -> None:
 def _check_memory(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelLoadError(f"{folder} has no .safetensors file: weights in other formats are not loaded")
+        raise SettingError("model", f"{folder} has no .safetensors file: weights in other formats are not loaded")
     needed = sum(_num_parameters(file) for file in files) * dtype.itemsize
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
     if needed > available:

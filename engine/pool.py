@@ -13,7 +13,14 @@ from typing import Final
 
 import torch
 
-from inferq.cuda.memory import MemoryShortageError, cuda_kv_bytes, host_kv_bytes, is_shortage, num_blocks_for
+from inferq.cuda.memory import (
+    MemoryShortageError,
+    cuda_kv_bytes,
+    host_kv_bytes,
+    is_shortage,
+    num_blocks_for,
+    peak_bytes,
+)
 
 from .assets import first_line
 from .attention import LayerShape, block_bytes
@@ -36,14 +43,13 @@ def pool_blocks(
 ) -> int:
     """How many blocks of `block_size` tokens the cache has.
 
-    `largest_steps` each run a step of the largest size that there can be: of prompts, and of decodes.
+    `largest_steps` each run what takes memory of its own in a step of the largest size that there can be.
     """
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_bytes is not None:
         budget, advice = config.kv_cache_bytes, "raise kv_cache_bytes"
     elif device.type == "cuda":
-        # What a graph takes for a decode step is its own: a prompt's step cannot have it in the meantime.
         activations = sum(_peak_bytes(step, config, device) for step in largest_steps)
         budget = cuda_kv_bytes(device, config.gpu_memory_utilization, activation_bytes=activations)
         advice = "raise gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or max_model_len"
@@ -62,13 +68,11 @@ def pool_blocks(
 
 
 def _peak_bytes(step: Callable[[], None], config: EngineConfig, device: torch.device) -> int:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     with memory_for(
-        f"a step: lower max_num_batched_tokens {config.max_num_batched_tokens} or max_num_seqs {config.max_num_seqs}"
+        f"a step: lower max_num_batched_tokens {config.max_num_batched_tokens}, max_num_seqs {config.max_num_seqs} "
+        "or max_model_len"
     ):
-        step()
-    return torch.cuda.max_memory_allocated(device) - before
+        return peak_bytes(step, device)
 
 
 @contextmanager

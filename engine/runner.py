@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from inferq.cuda.synchronize import synchronize
+
 from .attention import AttentionBackend
 from .attention.hook import attending
 from .batch import StepBatch
@@ -76,6 +78,7 @@ class ModelRunner:
         return result
 
     def _prepare_padding(self, rows: int) -> None:
+        synchronize(self._batch.device)  # one recording after the other fills the batch
         self._batch.fill([], rows=rows)
         self._backend.prepare(self._batch)
 

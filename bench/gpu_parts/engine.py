@@ -27,12 +27,17 @@ from inferq.engine.runner import ModelRunner
 from inferq.engine.sequence import Scheduled, SequenceSampling
 from inferq.engine.sequence import Sequence as EngineSequence
 
+from .broken import device_is_broken
 from .card import Card
-from .model import NAME, loaded
+from .model import NAME, loaded, random_prompts
 from .shapes import ModelShape
 
 #: Tokens a step at most: prompts are computed in chunks of that many.
 STEP_TOKENS: Final = 8192
+#: The requests before those that are timed: how many, of how many tokens, for how many new ones.
+_FIRST_REQUESTS: Final = 3
+_FIRST_TOKENS: Final = 32
+_FIRST_NEW_TOKENS: Final = 2
 
 
 class GenerationError(Exception):
@@ -76,7 +81,10 @@ class KeptGraphs:
 def make_runner(
     model: Any, shape: ModelShape, *, max_context: int, max_seqs: int, capture: KeptGraphs, attention: str = "triton"
 ) -> ModelRunner:
-    """Says on the way what `auto` would choose, and what the engine logs. Raises ModelLoadError."""
+    """One that has answered a few requests: what is timed is not the first of its kind.
+
+    Says on the way what `auto` would choose, and what the engine logs. Raises ModelLoadError.
+    """
     config = EngineConfig(
         model=NAME,
         max_model_len=max_context,
@@ -84,7 +92,7 @@ def make_runner(
         max_num_batched_tokens=STEP_TOKENS,
         attention=attention,
     )
-    return assemble(
+    runner = assemble(
         loaded(model, shape, max_context=max_context),
         config,
         _log,
@@ -92,6 +100,9 @@ def make_runner(
         kernels=load_kernels(),
         capture=capture,
     )
+    short = min(_FIRST_TOKENS, max_context - _FIRST_NEW_TOKENS)
+    generate(runner, random_prompts(_FIRST_REQUESTS, short, shape.vocabulary, seed=0), _FIRST_NEW_TOKENS)
+    return runner
 
 
 def _choose(attention: str, recorder: Capture, workload: Workload) -> list[Choice]:
@@ -99,6 +110,8 @@ def _choose(attention: str, recorder: Capture, workload: Workload) -> list[Choic
         auto = choose_backends("auto", recorder, workload)
         print(f"  auto would try {', '.join(each.backend.name for each in auto)}: {auto[0].reason}", flush=True)
     except Exception as exc:  # it is looked at only
+        if device_is_broken(exc):
+            raise
         print(f"  auto cannot choose: {exc!r}", flush=True)
     return choose_backends(attention, recorder, workload)
 

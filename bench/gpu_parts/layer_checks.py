@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
-from inferq.cuda.activation import gated
+from inferq.cuda.activation import Activation, gated
 from inferq.cuda.kv_write import kv_write, rope_kv_write
 from inferq.cuda.norm import add_rms_norm, rms_norm
 from inferq.cuda.sampling import sample
@@ -22,7 +22,6 @@ from .checks import Case, Draw
 #: probability of at most e, and float32 has steps of 1e-6 where they are, between 8 and 16.
 SAMPLER_BOUND: Final = 1e-3
 EPS: Final = 1e-5
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def layer_cases(

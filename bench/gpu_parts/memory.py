@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferq.cuda.memory import MemoryShortageError
+from inferq.cuda.memory import MemoryShortageError, is_shortage
 from inferq.engine.assets import first_line
 
 
@@ -10,9 +10,7 @@ def memory_shortage(exc: Exception) -> str | None:
     """In a line what there was no memory for, if that is why `exc` was raised; None otherwise."""
     cause: BaseException | None = exc
     while cause is not None:
-        # torch says it with several classes, and CUDA's libraries in words alone.
-        in_words = isinstance(cause, RuntimeError) and "out of memory" in str(cause).lower()
-        if in_words or isinstance(cause, (MemoryError, MemoryShortageError)):
+        if is_shortage(cause) or isinstance(cause, MemoryShortageError):
             return first_line(exc)
         cause = cause.__cause__
     return None

@@ -21,6 +21,7 @@ from inferq.cuda.flash import Flash, FlashUnsupportedError, load_flash
 from inferq.engine.runner import ModelRunner
 
 from . import bandwidth, decode, prefill
+from .broken import device_is_broken
 from .budget import TimeBudget, end_after
 from .card import Card
 from .checks import Check
@@ -95,6 +96,9 @@ class Run:
                     continue
                 print(traceback.format_exc(), flush=True)
                 self.wrong.append(f"{part}: failed")
+                if device_is_broken(exc):
+                    self._budget.skip("the rest", "a recording failed, and the device cannot be used after it")
+                    return
 
     @property
     def skipped(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 
 import torch
 
@@ -26,4 +27,5 @@ def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        # triton has come under other names, too.
+        return getattr(sys.modules.get(name), "__version__", None)

@@ -10,7 +10,7 @@ import torch
 
 from inferq.cuda.availability import why_no_triton
 from inferq.engine.decode_graphs import Capture
-from inferq.engine.errors import ModelLoadError
+from inferq.engine.errors import SettingError
 
 from .choice import Choice, Workload, by_speed, measure_decode
 from .interface import AttentionBackend
@@ -32,7 +32,9 @@ def choose_backends(name: str, capture: Capture | None, workload: Workload) -> l
     if name in BACKENDS:
         return [Choice(BACKENDS[name](workload), "asked for")]
     if name != "auto":
-        raise ModelLoadError(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
+        raise SettingError(
+            "attention", f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}"
+        )
     if (reason := why_no_triton(workload.device)) is not None or workload.device.type != "cuda":
         return [Choice(_torch(workload), reason or f"the device is a {workload.device.type.upper()}")]
     candidates = {each: partial(make, workload) for each, make in BACKENDS.items()}
@@ -67,7 +69,7 @@ def _torch(_: Workload) -> AttentionBackend:
 def _require_triton(name: str, device: torch.device) -> None:
     """`flash` needs it, too: what writes the cache is a Triton kernel."""
     if (reason := why_no_triton(device)) is not None:
-        raise ModelLoadError(f"attention {name!r} cannot be had: {reason}; use --attention auto or torch")
+        raise SettingError("attention", f"attention {name!r} cannot be had: {reason}; use --attention auto or torch")
 
 
 #: What `EngineConfig.attention` may name besides `auto`.

@@ -16,13 +16,15 @@ from typing import Final
 
 import torch
 
+from inferq.cuda.graph import BrokenDeviceError
+from inferq.cuda.synchronize import synchronize
 from inferq.engine.assets import first_line
 from inferq.engine.batch import StepBatch
 from inferq.engine.decode_graphs import Capture
 from inferq.engine.errors import ModelLoadError
 from inferq.engine.sequence import Scheduled, Sequence, SequenceSampling
 
-from .interface import AttentionBackend, LayerProbe
+from .interface import AttentionBackend, LayerProbe, LayerShape
 
 #: The step that is measured: so many sequences, or as many as there can be, with a context of so many tokens.
 _ROWS: Final = 32
@@ -42,6 +44,10 @@ class Workload:
     max_context: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        return [layer.shape for layer in self.layers]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -64,7 +70,7 @@ def by_speed(
 ) -> list[Choice]:
     """The candidates by their `measure` in seconds, the smallest first, without those that fail in it.
 
-    Raises ModelLoadError if all do.
+    Raises ModelLoadError if all do, and for a failure after which no other can be tried in this process.
     """
     seconds: dict[str, tuple[float, AttentionBackend]] = {}
     notes: list[str] = []
@@ -72,6 +78,8 @@ def by_speed(
         try:
             backend = make()
             seconds[name] = measure(backend, workload), backend
+        except BrokenDeviceError as exc:
+            raise broken_by_recording(name, exc) from exc
         except ModelLoadError as exc:
             notes.append(f"{name}: {exc}")
         except Exception as exc:  # a compiler that is missing, a card that a kernel does not fit: others may do
@@ -82,6 +90,17 @@ def by_speed(
     measured = ", ".join(f"{name} {value * 1e6:.0f} us" for name, (value, _) in seconds.items())
     reason = "; ".join([f"decode of {rows} sequences of {context} tokens, all layers: {measured}", *notes])
     return [Choice(backend, reason) for _, backend in sorted(seconds.values(), key=lambda each: each[0])]
+
+
+def broken_by_recording(attention: str, error: BrokenDeviceError) -> ModelLoadError:
+    """What a user is told where recording a backend's launches has broken the device for this process."""
+    cause = error.__cause__
+    why = "" if not isinstance(cause, Exception) else f": {type(cause).__name__}: {first_line(cause)}"
+    otherwise = "" if attention == "triton" else " or --attention triton"
+    return ModelLoadError(
+        f"recording a CUDA graph with attention {attention!r} failed, after which torch {torch.__version__} cannot use "
+        f"the device in this process: start with --enforce-eager{otherwise}{why}"
+    )
 
 
 def measure_decode(capture: Capture | None, backend: AttentionBackend, workload: Workload) -> float:
@@ -117,16 +136,11 @@ def measure_decode(capture: Capture | None, backend: AttentionBackend, workload:
 def _attend_again_and_again(
     backend: AttentionBackend, layer: LayerProbe, rows: int, workload: Workload
 ) -> Callable[[], None]:
-    def zeros(heads: int, dim: int) -> torch.Tensor:
-        return torch.zeros(rows, heads, dim, dtype=workload.dtype, device=workload.device)
-
-    shape = layer.shape
-    query = zeros(layer.num_heads, shape.key_dim)
-    key, value = zeros(shape.num_kv_heads, shape.key_dim), zeros(shape.num_kv_heads, shape.value_dim)
+    zeros = layer.zeros(rows, dtype=workload.dtype, device=workload.device)
 
     def run() -> None:
         for _ in range(_REPEATS):
-            backend.attend(0, query, key, value, layer.params)
+            backend.attend(0, **zeros, params=layer.params)
 
     return run
 
@@ -134,10 +148,10 @@ def _attend_again_and_again(
 def _median(run: Callable[[], None], device: torch.device) -> float:
     times = []
     for _ in range(_WARM_UPS + _RUNS):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[_WARM_UPS:])
 
@@ -148,8 +162,3 @@ def _decoding(row: int, context: int, blocks: int) -> Scheduled:
         row, [0] * context, context, SequenceSampling(max_tokens=1), num_computed_tokens=context - 1, block_table=table
     )
     return Scheduled(sequence, 1)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

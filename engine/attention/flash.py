@@ -22,7 +22,7 @@ from inferq.cuda.flash import (
     check_layer,
     load_flash,
 )
-from inferq.engine.errors import ModelLoadError
+from inferq.engine.errors import SettingError
 
 from .interface import AttentionParams, KVCache, LayerShape
 from .paged import PagedAttention
@@ -107,4 +107,4 @@ def _told_at_load() -> Iterator[None]:
     try:
         yield
     except FlashUnsupportedError as exc:
-        raise ModelLoadError(str(exc)) from exc
+        raise SettingError("attention", str(exc)) from exc

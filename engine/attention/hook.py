@@ -34,10 +34,11 @@ def attending(attention: LayerAttention) -> Iterator[None]:
 
 def answers_rotary() -> bool:
     """Whether we are `attending`, and by one that rotates."""
-    return _rotates(_answering.get(None))
+    return rotates(_answering.get(None))
 
 
-def _rotates(attention: LayerAttention | None) -> TypeGuard[RotaryLayerAttention]:
+def rotates(attention: LayerAttention | None) -> TypeGuard[RotaryLayerAttention]:
+    """Whether it takes queries and keys that are still to be rotated."""
     return hasattr(attention, "attend_rotary")
 
 
@@ -70,11 +71,11 @@ def _attention_forward(
         sinks=s_aux,
     )
     attention = _answering.get()
-    rotary = take_deferred(query, key) if _rotates(attention) else None
+    rotary = take_deferred(query, key) if rotates(attention) else None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     index = getattr(module, "layer_idx", None)
     layer = -1 if index is None else int(index)
-    if _rotates(attention) and rotary is not None:
+    if rotates(attention) and rotary is not None:
         output = attention.attend_rotary(layer, query, key, value, params, rotary)
     else:
         output = attention.attend(layer, query, key, value, params)

@@ -56,6 +56,16 @@ class LayerProbe:
         params = self.params
         return self.shape, self.num_heads, params.scale, params.window, params.softcap, params.sinks is not None
 
+    def zeros(self, tokens: int, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+        """What `LayerAttention.attend` gets from this layer for so many tokens, by name; all of it zero."""
+        shape = self.shape
+        dims = {
+            "query": (self.num_heads, shape.key_dim),
+            "key": (shape.num_kv_heads, shape.key_dim),
+            "value": (shape.num_kv_heads, shape.value_dim),
+        }
+        return {name: torch.zeros(tokens, *dim, dtype=dtype, device=device) for name, dim in dims.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
@@ -120,6 +130,11 @@ class AttentionBackend(LayerAttention, Protocol):
     @property
     def graph_safe(self) -> bool:
         """True if a decode step reads its lengths from the batch's tensors alone, rows of padding among them."""
+        ...
+
+    @property
+    def copies_contexts(self) -> bool:
+        """True if `attend` takes memory for the contexts that it reads, beside the cache."""
         ...
 
     def allocate(

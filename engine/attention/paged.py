@@ -20,6 +20,7 @@ class PagedAttention(ABC):
     """An AttentionBackend but for how it reads: `_read` is called when the step's keys and values are in the cache."""
 
     block_size: int  #: tokens
+    copies_contexts = False
 
     def __init__(self) -> None:
         self._caches: list[KVCache] = []

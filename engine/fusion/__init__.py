@@ -13,13 +13,13 @@ import torch
 from .layers import fuse_layers
 from .mlp import fuse_mlps
 from .norms import fuse_norms
-from .ops import Activation, AddRmsNorm, Ops, RmsNorm
+from .ops import AddRmsNorm, Ops, RmsNorm
 from .projections import fuse_projections
 from .rewrite import Rewrites
 from .rotary import defer_rotations, intercept_rotations
 from .trace import Trace
 
-__all__ = ["Activation", "AddRmsNorm", "Fusion", "Ops", "RmsNorm", "fuse"]
+__all__ = ["AddRmsNorm", "Fusion", "Ops", "RmsNorm", "fuse"]
 
 
 class Fusion:
@@ -35,10 +35,11 @@ class Fusion:
 
 
 def fuse(model: Any, ops: Ops, *, rotary: bool) -> Fusion:
-    """Has `model` compute by `ops`, which must not be moved or cast from then on; it then uses our attention.
+    """Rewrites `model` in place, so that it computes by `ops` what it computed before.
 
-    With `rotary`, an attention that has `attend_rotary` is given queries and keys unrotated. An operation or a model
-    that fails is raised as it comes, and the model is left as it was.
+    From then on the model calls our attention (`attention.hook.IMPLEMENTATION`), and must not be moved or cast: parts
+    of it are views of joined weights. With `rotary`, an attention that has `attend_rotary` is given queries and keys
+    unrotated. What an operation or the model raises is raised as it comes, and the modules are as they were.
     """
     modules = list(model.modules())
     rewrites = Rewrites()

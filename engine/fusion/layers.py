@@ -46,7 +46,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The calls that a layer makes, in their order."""
+    """The calls that a layer makes, in their order; of norms behind attention and MLP there may be none."""
 
     before_attention: Call
     attention: Call
@@ -103,7 +103,10 @@ class _FusedLayer:
 def fuse_layers(
     modules: Iterable[nn.Module], trace: Trace, norms: Mapping[nn.Module, Norm], rewrites: Rewrites
 ) -> tuple[int, int]:
-    """The number of layers whose adds are part of norms, and of those that leave the last one to what follows."""
+    """The number of layers whose adds are part of norms, and of those that leave the last one to what follows.
+
+    A norm reads the sum anyway: with the add in it, the residual is read and written once less for each add.
+    """
     layers: dict[nn.Module, _FusedLayer] = {}
     for module in modules:
         call = trace.only(module)
@@ -134,7 +137,11 @@ def _parts(layer: Call, norms: Mapping[nn.Module, Norm]) -> _Parts | None:
 
 
 def _passes_on(layer: Call, attention: Call) -> bool:
-    """Whether the layer gives its options on as they are, and adds only constants of its own."""
+    """Whether the layer gives its options on as they are, and adds only constants of its own.
+
+    A fused layer calls the attention module itself, and must know what to give it: an option that the layer computes
+    from others would be that of the traced call for ever.
+    """
     for name, value in attention.kwargs.items():
         if name in layer.kwargs:
             if value is not layer.kwargs[name]:
@@ -186,7 +193,10 @@ def _link(
     norms: Mapping[nn.Module, Norm],
     rewrites: Rewrites,
 ) -> bool:
-    """Leaves the layer's last add to whatever alone uses its output, if that can make it."""
+    """Leaves the layer's last add to the norm that its output goes to, in the next layer or behind the last one.
+
+    False, with the layer as it was, where something else uses the output as well: it would get it without the add.
+    """
     output = trace.of(module)[0].output
     users = [call for call in trace.calls if call.uses(output)]
     if not users or not all(call.is_inside(users[0]) for call in users):

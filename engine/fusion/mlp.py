@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .joined import join, joined
-from .ops import Activation, Ops
+from .ops import Ops
 from .rewrite import Forward, Rewrites, agree, answers, is_plain_linear, random, stand_ins
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from inferq.cuda.activation import Activation
 
 _ACTIVATIONS: Final[Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": F.silu,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+if TYPE_CHECKING:
+    from inferq.cuda.activation import Activation
 
 
 class RmsNorm(Protocol):

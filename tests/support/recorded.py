@@ -2,7 +2,10 @@
 
 A graph replays the launches that it recorded: with the sizes, the numbers and the addresses of that time. This one
 runs the function anew and fails where a launch, of torch or of Triton's interpreter, differs from the recorded one in
-anything but what the tensors hold. Recording and replay must not wait for the device, so reading a tensor fails too.
+anything but what the tensors hold. Recording and replay must not wait for the device, so what would make a host wait
+for one fails too, by its name: reading a tensor, a result whose size follows from what a tensor holds, and a tensor
+made from numbers of the host. On a CPU nothing tells a tensor's own device from another one's, so that of moving to the
+host only the name "cpu" is seen.
 """
 
 from __future__ import annotations
@@ -12,15 +15,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
-#: What would wait for the device, or take its result's size from a tensor.
-_WAITS = ("_local_scalar_dense", "nonzero", "item", "equal", "masked_select")
+#: Operations that would wait for the device: they give the host a number, or their result's size is one.
+_WAITS = frozenset(
+    "_local_scalar_dense nonzero equal allclose masked_select bincount _unique2 unique_dim unique_consecutive".split()
+)
+#: Functions that do, of which torch's dispatcher is not told on a CPU.
+_READS = frozenset("tolist cpu numpy __array__ __repr__".split())
+#: Functions that make a tensor from the host's numbers; and such that make one there if no device is named.
+_FROM_HOST = frozenset("tensor new_tensor from_numpy frombuffer".split())
+_ON_HOST = frozenset("arange empty eye full linspace ones rand randint randn zeros".split())
 
 
-class GraphRecorder:
+class RerunRecorder:
     """A Capture. `recorded` are the launches of each graph, in the order of their recording."""
 
     def __init__(self) -> None:
@@ -81,28 +92,61 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in _WAITS, f"{name} would wait for the device"
         inputs = (args, kwargs or {})
-        self._launches.add(name, inputs)
+        assert not _waits(name, *inputs), f"{name} would wait for the device"
+        if name == "lift_fresh":
+            self._launches.add(name, args[0].item())
+            inputs = ()
+        else:
+            self._launches.add(name, inputs)
         outputs = func(*args, **(kwargs or {}))
         self._launches.note_made(inputs, outputs)
         return outputs
 
 
+def _waits(operation: str, args: Any, kwargs: Any) -> bool:
+    if operation in ("index", "index_put_", "index_put", "_index_put_impl_"):
+        # By a mask: how many it takes is counted first.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if operation == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    # A number alone is an argument of the launch that writes it.
+    return operation in _WAITS or (operation == "lift_fresh" and args[0].dim() > 0)
+
+
+class _WatchFunctions(TorchFunctionMode):
+    """Sees what torch does without its dispatcher, while not `paused`."""
+
+    paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.paused:
+            name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+            moves = name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))
+            assert not moves and name not in _READS, f"{name} would wait for the device"
+            assert name not in _FROM_HOST, f"{name} would copy from the host, and wait for the device"
+            assert name not in _ON_HOST or "device" in kwargs, f"{name} makes a tensor on the host"
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _launches() -> Iterator[_Launches]:
-    launches = _Launches()
+    launches, functions = _Launches(), _WatchFunctions()
     run = InterpretedFunction.run
 
     def watched(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         launches.add(self.fn.__name__, (args, kwargs), grid)
         # What the interpreter does with torch to imitate a kernel is no launch.
-        with _disable_current_modes():
-            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        functions.paused = True
+        try:
+            with _disable_current_modes():
+                return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        finally:
+            functions.paused = False
 
     InterpretedFunction.run = watched
     try:
-        with _Watch(launches):
+        with _Watch(launches), functions:
             yield launches
     finally:
         InterpretedFunction.run = run

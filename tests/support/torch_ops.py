@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from inferq.engine.attention import AttentionParams
 from inferq.engine.attention.interface import Rotary
 from inferq.engine.attention.reference import ReferenceAttention
-from inferq.engine.fusion import Activation, Ops
+from inferq.engine.fusion import Ops
+
+if TYPE_CHECKING:
+    from inferq.cuda.activation import Activation
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:

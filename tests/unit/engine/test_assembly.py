@@ -210,7 +210,8 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     with pytest.raises(
-        ModelLoadError, match=r"a step: lower max_num_batched_tokens 777 or max_num_seqs 1000: CUDA out of memory"
+        ModelLoadError,
+        match="a step: lower max_num_batched_tokens 777, max_num_seqs 1000 or max_model_len: CUDA out of",
     ):
         blocks(Memory(10**9, 10**6), monkeypatch, explode, max_num_batched_tokens=777)
 
@@ -271,6 +272,56 @@ def test_a_sampler_that_fails_is_not_used(folder: Path) -> None:
     runner = assembled(folder, lines, kernels=Kernels(TORCH_OPS, sampler), capture=lambda run: run)
     assert lines.details("tokens are sampled by the host")["reason"] == "RuntimeError: Failed to find C compiler."
     assert run(runner, PROMPTS, [greedy(6)] * 2).outputs == run(make_runner(folder), PROMPTS, [greedy(6)] * 2).outputs
+
+
+def largest_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, backend: ReferenceAttention) -> list[Any]:
+    given: list[Any] = []
+
+    def pool_blocks(*_: Any, largest_steps: list[Any], **__: Any) -> int:
+        given.extend(largest_steps)
+        return 32
+
+    monkeypatch.setattr(assembly, "pool_blocks", pool_blocks)
+    assembled(folder, Lines(), choose=lambda _: [Choice(backend, "")])
+    return given
+
+
+class Recorded(ReferenceAttention):
+    """Keeps the (query length, sequence length) of each sequence that it attends to, and in which layer."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.attended: list[tuple[int, list[tuple[int, int]]]] = []
+
+    def prepare(self, batch: StepBatch) -> None:
+        super().prepare(batch)
+        self._lens = batch.host_lens
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, params: Any) -> torch.Tensor:
+        self.attended.append((layer, self._lens))
+        return super().attend(layer, query, key, value, params)
+
+
+def test_contexts_that_a_backend_copies_are_part_of_the_largest_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Recorded()
+    prompts, contexts = largest_steps(folder, monkeypatch, backend)
+    backend.attended.clear()
+    prompts()
+    assert backend.attended == [], "it has no cache yet"
+    contexts()
+    rows, context = EngineConfig().max_num_seqs, 256
+    lens = [[(1, length)] * (rows - 1) + [(length - 1, length)] for length in (context, context - 1)]
+    assert sorted(backend.attended, reverse=True) == [(0, each) for each in lens], "one layer stands for both"
+
+
+def test_contexts_that_a_backend_reads_where_they_are_take_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Recorded()
+    backend.copies_contexts = False  # type: ignore[misc]
+    assert len(largest_steps(folder, monkeypatch, backend)) == 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])

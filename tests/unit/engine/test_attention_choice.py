@@ -85,7 +85,7 @@ def test_the_measure_is_a_decode_of_each_kind_of_layer_times_its_count(monkeypat
 
     class Watched(ReferenceAttention):
         def attend(self, layer: int, query: Any, key: Any, value: Any, params: AttentionParams) -> torch.Tensor:
-            seen.append((query.shape[0], self._groups[0].length, params.window))
+            seen.append((query.shape[0], self._groups[0].parts[0].length, params.window))
             return super().attend(layer, query, key, value, params)
 
         def allocate(self, layers: Sequence[LayerShape], num_blocks: int, **options: Any) -> None:
