@@ -9,6 +9,8 @@ MAKEFLAGS += --no-print-directory
 
 # What a user may set: the Python to build .venv with, an extra package index for torch, and pytest's arguments.
 export PYTHON TORCH_INDEX
+# Containers often set it. Tests start Python many times, and pytest would prepare every file anew each time.
+unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 set_up = python=$$(tools/find_python.sh) && "$$python" tools/set_up.py
@@ -26,11 +28,11 @@ demo: ## four chats at once through a real queue and a real model, streamed live
 
 test: ## the tests, with a seeded sample of the slow suites; under 10 minutes
 	@$(set_up) dev
-	@exec .venv/bin/python -m pytest $(ARGS)
+	@exec .venv/bin/python -m pytest -n auto $(ARGS)
 
 test-all: ## every test, at full size
 	@$(set_up) dev
-	@exec .venv/bin/python -m pytest --full $(ARGS)
+	@exec .venv/bin/python -m pytest -n auto --full $(ARGS)
 
 check: ## format, lint, types, layers, names, file sizes
 	@$(set_up) dev

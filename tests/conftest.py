@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis
 import redis.asyncio
 from support.servers import suite_server
 
-pytest_plugins = ["support.sampling"]
+pytest_plugins = ["support.sampling", "support.parallel"]
 
 #: Keys that live as long as they have members; the contract's table says so.
 WITHOUT_TTL = ("queue", "running", "deadlines", "workers", "dead", "vtime")
 _databases = itertools.count()
+
+
+def pytest_configure() -> None:
+    """A shell has its background jobs ignore Ctrl-C, and so would every program that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +48,13 @@ async def redis_url(redis_server: str) -> AsyncIterator[str]:
             if name not in WITHOUT_TTL and await client.ttl(key) == -1:
                 pytest.fail(f"{key!r} was left without a TTL")
         await client.flushdb()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A temporary folder whose path is short enough for a socket in it; that of `tmp_path` need not be."""
+    with tempfile.TemporaryDirectory(prefix="inferq-test-") as name:
+        yield Path(name)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,13 +37,29 @@ def test_joined_few(number): pass
 @pytest.mark.slow(family="never in a small run", share=0)
 def test_long(): pass
 
-@pytest.mark.gpu
-def test_on_a_gpu(): pass
-
 def test_quick(): pass
 
 @given(strategies.integers())
 def test_examples(number): assert settings().max_examples == EXAMPLES
+"""
+MIDNIGHT = """
+import datetime, os
+
+class Date(datetime.date):
+    @classmethod
+    def today(cls):
+        return cls(2027, 2, 1) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else cls(2027, 1, 31)
+
+datetime.date = Date
+"""
+#: Not in the other runs, since whether there is a GPU is asked of torch, which takes seconds to import.
+GPU_SUITE = """
+import pytest
+
+@pytest.mark.gpu
+def test_on_a_gpu(): pass
+
+def test_quick(): pass
 """
 
 
@@ -59,10 +76,11 @@ def run(suite: Path, *arguments: str, examples: int = 30) -> tuple[str, set[str]
     """The printed output and the names of the tests that passed."""
     (suite / "test_suite.py").write_text(SUITE.replace("EXAMPLES", str(examples)))
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *arguments]
-    printed = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=100)
+    printed = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=250)
     assert printed.returncode == 0, printed.stdout
-    lines = [line.split() for line in printed.stdout.splitlines() if " PASSED" in line]
-    return printed.stdout, {line[0].partition("::")[2] for line in lines}
+    # The processes of xdist put who and how far before the outcome, and the test behind it.
+    lines = [re.search(r"PASSED .*::(\S+)|::(\S+) PASSED", line) for line in printed.stdout.splitlines()]
+    return printed.stdout, {line[1] or line[2] for line in lines if line}
 
 
 def test_a_sample_has_a_share_of_each_family(suite: Path) -> None:
@@ -78,6 +96,22 @@ def test_a_sample_has_a_share_of_each_family(suite: Path) -> None:
 def test_a_seed_repeats_its_sample_and_seeds_differ(suite: Path) -> None:
     samples = [run(suite, f"--sample-seed={seed}")[1] for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2]
+
+
+def test_several_processes_take_one_sample_and_say_so_once(suite: Path) -> None:
+    printed, passed = run(suite, "-n", "2", "--sample-seed=3")
+    assert passed == run(suite, "--sample-seed=3")[1]
+    assert printed.splitlines().count("slow suites: a sample, --sample-seed=3 (all of them: --full)") == 2
+    assert "[gw0]" in printed and "[gw1]" in printed
+
+
+def test_the_day_ends_while_the_processes_start(suite: Path) -> None:
+    """They take the sample of the day on which the run began."""
+    with (suite / "conftest.py").open("a") as conftest:
+        conftest.write(MIDNIGHT)
+    printed, passed = run(suite, "-n", "2")
+    assert "--sample-seed=20270131" in printed
+    assert passed == run(suite, "--sample-seed=20270131")[1]
 
 
 def test_a_full_run_leaves_nothing_out(suite: Path) -> None:
@@ -111,6 +145,7 @@ def test_gpu_tests_are_skipped_with_the_reason(suite: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    printed, passed = run(suite)
+    (suite / "test_gpu_suite.py").write_text(GPU_SUITE)
+    printed, passed = run(suite, "test_gpu_suite.py")
     assert "no CUDA device" in printed
-    assert "test_on_a_gpu" not in passed
+    assert passed == {"test_quick"}

@@ -59,8 +59,8 @@ def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(300)
-async def test_four_chats_stream_and_one_is_cancelled(tmp_path: Path) -> None:
-    with demo(tmp_path) as process:
+async def test_four_chats_stream_and_one_is_cancelled(folder: Path) -> None:
+    with demo(folder) as process:
         shown = read_until(process, r"^chat-\d \| ")
         processes = started_by(process)
         rest, _ = process.communicate(timeout=240)
@@ -75,7 +75,7 @@ async def test_four_chats_stream_and_one_is_cancelled(tmp_path: Path) -> None:
     assert 32 <= int(figures["chat-3"].split()[0]) < 400
     assert len(reasons) == 3 and set(reasons.values()) <= {"stop", "length"}
     assert "Paris" in printed
-    assert [name for name in os.listdir(tmp_path) if name.startswith("inferq-")] == []
+    assert [name for name in os.listdir(folder) if name.startswith("inferq-")] == []
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ async def test_four_chats_stream_and_one_is_cancelled(tmp_path: Path) -> None:
     [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)],
     ids=lambda value: getattr(value, "name", None),
 )
-async def test_ended_part_way_it_leaves_no_process(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    with demo(tmp_path) as process:
+async def test_ended_part_way_it_leaves_no_process(folder: Path, number: signal.Signals, status: int) -> None:
+    with demo(folder) as process:
         read_until(process, r"^chat-\d \| ")
         processes = started_by(process)
         process.send_signal(number)
@@ -102,19 +102,19 @@ async def test_ended_part_way_it_leaves_no_process(tmp_path: Path, number: signa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
+async def test_it_ends_when_whoever_started_it_is_killed(folder: Path) -> None:
     """`kill -9` of make itself: the shell here stands in its place."""
-    with demo(tmp_path, "/bin/sh", "-c", '"$@"; exit', "sh") as shell:
+    with demo(folder, "/bin/sh", "-c", '"$@"; exit', "sh") as shell:
         read_until(shell, r"^chat-\d \| ")
         processes = started_by(shell)
         shell.kill()
-        await all_gone(processes, timeout=15)
+        await all_gone(processes)
 
 
 @pytest.mark.timeout(300)
-async def test_a_worker_that_cannot_start_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_cannot_start_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERQ_ENGINE_COMMAND", "/bin/false")
-    with demo(tmp_path) as process:
+    with demo(folder) as process:
         printed, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "inferq: the worker exited with 1; the end of the worker's log:" in printed

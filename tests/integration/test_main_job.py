@@ -213,7 +213,7 @@ async def test_clean_shutdown_and_kill_leave_nothing_behind() -> None:
             family = worker.family()
             worker.send(signal.SIGKILL)
             await worker.wait()
-            await all_gone(family, timeout=2.0)
+            await all_gone(family)
 
 
 async def test_abort_frees_blocks_before_the_next_planned_step() -> None:

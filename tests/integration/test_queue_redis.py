@@ -23,11 +23,11 @@ SLOW = ["--step-ms", "10"]
 
 
 @pytest.mark.slow
-async def test_no_server_at_the_start_is_exit_3_and_one_line(tmp_path: object) -> None:
-    with start_worker(f"unix://{tmp_path}/none.sock") as worker:
+async def test_no_server_at_the_start_is_exit_3_and_one_line(folder: Path) -> None:
+    with start_worker(f"unix://{folder}/none.sock") as worker:
         assert await worker.wait(30) == 3
         (line,) = worker.log.splitlines()
-        assert line.startswith(f"inferq-worker: Redis cannot be reached at {tmp_path}/none.sock")
+        assert line.startswith(f"inferq-worker: Redis cannot be reached at {folder}/none.sock")
         assert "--embedded" in line
 
 
@@ -141,8 +141,8 @@ async def test_one_broken_stream_is_no_outage_for_its_neighbours() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="it looks for the handler in /proc")
-async def test_a_signal_while_the_start_waits_for_the_server_ends_it(tmp_path: object) -> None:
-    with start_worker(f"unix://{tmp_path}/none.sock") as worker:
+async def test_a_signal_while_the_start_waits_for_the_server_ends_it(folder: Path) -> None:
+    with start_worker(f"unix://{folder}/none.sock") as worker:
         await wait_until(lambda: _catches(worker.pid, signal.SIGTERM))
         worker.send(signal.SIGTERM)
         assert await worker.wait(3) == 0
@@ -185,6 +185,24 @@ async def test_what_a_worker_says_of_itself(redis_url: str, client: redis.asynci
         state = await wait_until(lambda: _state(client, running=0))
         assert (state["tracked"], state["stats"]["used_blocks"]) == (0, 0)
     await wait_until(lambda: _gone(client))
+
+
+async def test_a_worker_that_was_killed_is_told_from_one_that_lives(redis_url: str) -> None:
+    """It is silent as soon as a sign of life is overdue, and off the list three periods after its last one."""
+    async with (
+        InferenceClient.from_url(redis_url, model=MODEL) as producer,
+        scripted_worker(redis_url, "--worker-id", "lives", "--heartbeat-seconds", "0.3"),
+    ):
+        async with scripted_worker(redis_url, "--worker-id", "killed", "--heartbeat-seconds", "1") as killed:
+            assert await wait_until(lambda: _silence(producer, {"lives": False, "killed": False}))
+            killed.send(signal.SIGKILL)
+        assert await wait_until(lambda: _silence(producer, {"lives": False, "killed": True}))
+        assert await wait_until(lambda: _silence(producer, {"lives": False}))
+
+
+async def _silence(producer: InferenceClient, expected: dict[str, bool]) -> bool:
+    """Whether these are the workers that are listed, and those of them are silent."""
+    return {each.worker: each.silent for each in (await producer.fleet()).workers} == expected
 
 
 async def _state(client: redis.asyncio.Redis, *, running: int) -> dict | None:

@@ -28,12 +28,12 @@ KINDS = [
 
 
 @pytest.fixture(params=KINDS)
-async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
-    async with listening(request.param, tmp_path) as (port, socket):
+async def url(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[str]:
+    async with listening(request.param, folder) as (port, socket):
         async with redis.asyncio.Redis.from_url(f"unix://{socket}") as admin:
             await admin.acl_setuser(USER, enabled=True, reset=True, **RULES)
             await admin.acl_setuser("default", enabled=False)
-        files = f"ssl_ca_certs={tmp_path}/cert.pem&ssl_certfile={tmp_path}/cert.pem&ssl_keyfile={tmp_path}/key.pem"
+        files = f"ssl_ca_certs={folder}/cert.pem&ssl_certfile={folder}/cert.pem&ssl_keyfile={folder}/key.pem"
         yield f"rediss://{quote(USER, safe='')}:{quote(PASSWORD, safe='')}@localhost:{port}/2?{files}"
 
 
@@ -68,9 +68,9 @@ async def test_everybody_comes_by_tls(url: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_server_that_is_not_trusted_is_named_as_that(url: str, tmp_path: Path) -> None:
+async def test_a_server_that_is_not_trusted_is_named_as_that(url: str, folder: Path) -> None:
     """By everybody, and without the password."""
-    untrusted = url.replace(f"ssl_ca_certs={tmp_path}/cert.pem&", "")
+    untrusted = url.replace(f"ssl_ca_certs={folder}/cert.pem&", "")
     async with InferenceClient.from_url(untrusted, model=MODEL) as producer:
         with pytest.raises(RedisUnavailable, match="certificate verify failed"):
             await producer.submit("x")

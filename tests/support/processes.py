@@ -95,7 +95,7 @@ def scripted(*flags: str) -> dict[str, str]:
     return {"INFERQ_ENGINE_COMMAND": " ".join([sys.executable, str(SCRIPTED_ENGINE), *flags])}
 
 
-async def all_gone(processes: list[psutil.Process], timeout: float = 5.0) -> None:
+async def all_gone(processes: list[psutil.Process], timeout: float = 30.0) -> None:
     """Return when none of the processes runs any more (a zombie does not run)."""
 
     def gone() -> bool:

@@ -13,6 +13,7 @@ import datetime
 import importlib.util
 import random
 from collections import defaultdict
+from typing import Any
 
 import hypothesis
 import pytest
@@ -34,11 +35,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "small")
+    if config.option.sample_seed is None:
+        today = int(datetime.date.today().strftime("%Y%m%d"))
+        config.option.sample_seed = getattr(config, "workerinput", {}).get("sample_seed", today)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of one run take one sample, also where the day ends while they start."""
+    node.workerinput["sample_seed"] = sample_seed(node.config)
 
 
 def sample_seed(config: pytest.Config) -> int:
-    given = config.getoption("--sample-seed")
-    return int(datetime.date.today().strftime("%Y%m%d")) if given is None else given
+    seed: int = config.getoption("--sample-seed")
+    return seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:

