@@ -6,19 +6,66 @@ through transformers' own conversion.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from .cache import build_once
-from .errors import ModelLoadError
+from .cache import build_once, cache_root
+from .errors import ModelLoadError, SettingError
 from .tokenizer_files import TokenizerFiles
 
+#: What the system says of a path that names nothing usable.
+_OF_THE_PATH: Final = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
 _TOKENIZER_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def in_cache(cache_dir: str | None, find: Callable[[Path], Path]) -> Path:
+    """What `find` returns for the cache folder, which it may make.
+
+    Raises SettingError where that folder cannot be had or not be written, and what `find` raises.
+    """
+    try:
+        root = cache_root(cache_dir)
+    except RuntimeError as exc:
+        where = "nobody is at home here" if cache_dir is None else f"nobody here has the home of {cache_dir}"
+        raise SettingError("cache_dir", f"there is no cache folder: {where}") from exc
+    try:
+        return find(root)
+    except OSError:
+        _check_writable(root)  # only now: a cache that has everything may be read-only
+        raise
+
+
+def _check_writable(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=root):
+            pass
+    except OSError as exc:
+        if is_lasting(exc):
+            raise SettingError("cache_dir", f"{root} is no folder that can be written: {exc.strerror}") from exc
+
+
+def is_lasting(error: OSError) -> bool:
+    """Whether the path itself is at fault, and not a disk that is full or broken."""
+    return error.errno in _OF_THE_PATH
 
 
 def text_dir(folder: Path, cache: Path, *, trust_remote_code: bool) -> Path:
@@ -44,6 +91,8 @@ def _save_tokenizer(folder: Path, target: Path, *, trust_remote_code: bool) -> N
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         tokenizer.save_pretrained(target)
+    except MemoryError:
+        raise
     except Exception as exc:
         raise ModelLoadError(f"{folder} has no tokenizer that transformers can load: {first_line(exc)}") from exc
     if not (target / "tokenizer.json").is_file():
@@ -86,7 +135,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ModelLoadError(f"{path} is not JSON: {exc}") from exc
     if not isinstance(settings, dict):
         raise ModelLoadError(f"{path} holds no JSON object")

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from inferq.cuda.memory import host_available_bytes
 
-from .assets import check_text, eos_token_ids, first_line, read_settings, text_dir
-from .cache import cache_root
+from .assets import check_text, eos_token_ids, first_line, in_cache, is_lasting, read_settings, text_dir
 from .config import EngineConfig
 from .convert import NAME as DEMO_NAME
 from .convert import demo_model_dir
@@ -36,6 +36,8 @@ _UNWANTED: Final = ("original/*", "onnx/*", "consolidated*")
 _NVIDIA_DEVICE: Final = Path("/dev/nvidia0")
 #: How many tensors a message names.
 _MAX_NAMES: Final = 5
+#: Characters of a path that a message shows.
+_MAX_SHOWN: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,8 @@ def _load_model(config: EngineConfig, log: Log) -> LoadedModel:
     dtype = choose_dtype(config.dtype, device, model_config)
     _check_memory(folder, dtype, device)
     _check_generation_config(folder)
-    text_folder = text_dir(folder, cache_root(config.cache_dir), trust_remote_code=config.trust_remote_code)
+    find_text = partial(text_dir, folder, trust_remote_code=config.trust_remote_code)
+    text_folder = in_cache(config.cache_dir, find_text)
     check_text(text_folder)
     model = _read_weights(folder, model_config, dtype, device, log, trust_remote_code=config.trust_remote_code)
     return LoadedModel(
@@ -146,9 +149,18 @@ def _find(config: EngineConfig, log: Log) -> tuple[str, Path]:
     if not config.model:
         raise SettingError("model", "model must be `demo`, a folder or a Hugging Face id, not empty")
     if config.model == "demo":
-        return DEMO_NAME, demo_model_dir(cache_root(config.cache_dir), log)
-    folder = Path(config.model).expanduser()
-    if folder.is_dir():
+        return DEMO_NAME, in_cache(config.cache_dir, partial(demo_model_dir, log=log))
+    try:
+        folder = Path(config.model).expanduser()
+    except RuntimeError as exc:
+        raise SettingError("model", f"there is no folder {config.model}: nobody here has that home") from exc
+    try:
+        is_folder = folder.is_dir()
+    except OSError as exc:
+        if is_lasting(exc):
+            raise SettingError("model", f"{config.model[:_MAX_SHOWN]} cannot be read: {exc.strerror}") from exc
+        raise
+    if is_folder:
         return folder.resolve().name, folder
     if folder.is_absolute() or config.model.startswith(("~", ".")) or config.model.count("/") > 1:
         raise SettingError("model", f"there is no folder {config.model}")
@@ -180,9 +192,20 @@ def _not_given(config: EngineConfig, exc: Exception) -> str:
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """Raises SettingError where it names no model that is known here, ModelLoadError where it is damaged."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SettingError("model", f"{folder} holds no model that transformers knows: it has no config.json")
+    settings = read_settings(path)
+    runs_code = trust_remote_code and "auto_map" in settings
+    is_known = settings.get("model_type") in list(CONFIG_MAPPING.keys())
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (MemoryError, OSError):
+        raise
     except Exception as exc:
+        if is_known or runs_code:
+            raise ModelLoadError(f"{path}: {first_line(exc)}") from exc
         raise SettingError("model", f"{folder} holds no model that transformers knows: {first_line(exc)}") from exc
 
 
@@ -211,6 +234,8 @@ def _num_parameters(file: Path) -> int:
     try:
         with safe_open(file, framework="pt") as tensors:
             return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())
+    except MemoryError:
+        raise
     except Exception as exc:
         raise ModelLoadError(f"{file} is not a whole safetensors file: {first_line(exc)}") from exc
 

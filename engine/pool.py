@@ -25,7 +25,7 @@ from inferq.cuda.memory import (
 from .assets import first_line
 from .attention import LayerShape, block_bytes
 from .config import EngineConfig
-from .errors import ModelLoadError
+from .errors import ModelLoadError, SettingError
 
 #: A pool found from free memory holds a sequence of this many tokens at least, or of the model's context.
 MIN_POOL_TOKENS: Final = 256
@@ -44,6 +44,8 @@ def pool_blocks(
     """How many blocks of `block_size` tokens the cache has.
 
     `largest_steps` each run what takes memory of its own in a step of the largest size that there can be.
+
+    Raises ModelLoadError where the cache would hold too little; SettingError if its size was set.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -64,6 +66,8 @@ def pool_blocks(
             advice=advice,
         )
     except MemoryShortageError as exc:
+        if config.kv_cache_bytes is not None:
+            raise SettingError("kv_cache_bytes", str(exc)) from exc
         raise ModelLoadError(str(exc)) from exc
 
 

@@ -45,10 +45,11 @@ class RequestTracker:
         self._keys_by_id: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._live)
+        """The requests that have an id. One that was aborted while it resumed has none, though it has yet to end."""
+        return len(self._keys_by_id)
 
     def __repr__(self) -> str:
-        return f"<RequestTracker live={len(self._live)} {self._placement!r}>"
+        return f"<RequestTracker live={len(self)} ending={len(self._live) - len(self)} {self._placement!r}>"
 
     @property
     def idle(self) -> bool:
@@ -81,9 +82,9 @@ class RequestTracker:
         """
         if request_id in self._keys_by_id:
             raise DuplicateRequestError(f"a request {request_id!r} is in the engine")
-        if len(self._live) >= self._max_requests:
+        if len(self) >= self._max_requests:
             raise EngineOverloadedError(
-                f"{len(self._live)} requests are in the engine: max_num_seqs + max_waiting is {self._max_requests}"
+                f"{len(self)} requests are in the engine: max_num_seqs + max_waiting is {self._max_requests}"
             )
         self._live[key] = TrackedRequest(request_id, key, sink, resumes=resumes)
         self._keys_by_id[request_id] = key

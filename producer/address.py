@@ -51,6 +51,8 @@ def pool_of(url: str, options: dict[str, Any]) -> ConnectionPool:
             pool: ConnectionPool = _sentinel_pool(parts, options)
         else:
             pool = ConnectionPool.from_url(url, **options)
+        if parts.scheme == "unix" and not pool.connection_kwargs.get("path"):
+            raise ValueError("no socket is named")  # redis-py connects to nothing then
         pool.make_connection()  # type: ignore[no-untyped-call]  # which only now looks at the options; it does not connect
     except (ValueError, TypeError, RedisError):  # its message may hold a part of the password
         raise UnsuitableConnection(_MESSAGE) from None

@@ -39,7 +39,8 @@ class Claimed:
     """A job that this worker owns now. The last entry of its stream is its `started`, `{epoch}-0`.
 
     `attempt` counts from 1; `queue_ms` is the time until its first start. If it was `resumed`, others had it before,
-    and `resumed_tokens` says how many tokens of each choice they have published.
+    and `resumed_tokens` says how many tokens of each choice they have published. `estimate` says how many tokens it may
+    come to hold, prompt and answer, before anybody has tokenized it.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Claimed:
     resumed: bool = False
     resumed_tokens: tuple[int, ...] = (0,)
     signature: str = ""
+    estimate: int = 0
 
     @property
     def entry_id(self) -> str:
@@ -136,8 +138,8 @@ class WorkerCommands:
 
         Then come waiting jobs, in order. A job whose estimate is over `free_blocks`, of `block_size` tokens, is not
         taken and not overtaken, unless it would be the only one here. None: blocks are not counted. An estimate over
-        `largest_request`, the most tokens that any request may have, counts as one block: it is wrong, or the job
-        will be refused as soon as its tokens are known.
+        `largest_request`, the most tokens that any request may have, is wrong, or the job will be refused as soon as
+        its tokens are known: it waits for one block, and has those of the largest request once it is taken.
 
         What is cancelled, past its deadline, without a payload or broken is ended on the way. Ids in `exclude`, those
         that this worker still runs, are passed by.
@@ -223,6 +225,7 @@ def _read_claimed(
     resumed: int,
     counts: list[int],
     signature: bytes,
+    estimate: bytes,
 ) -> Claimed:
     return Claimed(
         request_id=request_id.decode(),
@@ -236,4 +239,5 @@ def _read_claimed(
         resumed=bool(resumed),
         resumed_tokens=tuple(map(int, counts)),
         signature=signature.decode(errors="replace"),
+        estimate=int(estimate),
     )

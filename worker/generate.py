@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from inferq.engine.admission import Prompt
 from inferq.engine.errors import EngineError
@@ -27,8 +27,6 @@ from .prepare import parse, run_where_it_fits
 from .progress import Progress
 from .publisher import Publisher
 
-#: Of a payload that is not tokenized yet, roughly.
-_BYTES_PER_TOKEN: Final = 4
 _log: Any = get_logger("request")
 
 
@@ -120,10 +118,15 @@ class Generation:
 
     @property
     def uncounted_tokens(self) -> int:
-        """About how many tokens it will hold that the engine's counters do not show yet; none from its first on."""
+        """About how many tokens it will hold that the engine's counters do not show yet; none from its first on.
+
+        Until it is tokenized that is what the claim took it for.
+        """
         if self._first_token_at is not None:
             return 0
-        return (self._num_prompt_tokens or len(self.claimed.payload) // _BYTES_PER_TOKEN) + self._max_tokens
+        if self._num_prompt_tokens == 0:
+            return self.claimed.estimate
+        return self._num_prompt_tokens + self._max_tokens
 
     async def run(self, request: Any) -> Finished:
         """Generate until the end. Raises what went wrong, Dropped when nothing may be written any more."""

@@ -42,11 +42,11 @@ class EngineRoom:
     def free_blocks(self, uncounted_tokens: Iterable[int]) -> int:
         """Blocks that are left when the requests that the child has not counted yet have theirs.
 
-        One that seems to be over the largest request has one, as in the claim: it will not get what it seems to need.
+        None has more than the largest request: what seems to be over that is refused, or its estimate is wrong.
         """
         stats = self._engine.stats
         free = self._engine.facts.num_blocks if stats is None else stats.free_blocks
         return max(0, free - sum(map(self._blocks_of, uncounted_tokens)))
 
     def _blocks_of(self, num_tokens: int) -> int:
-        return 1 if num_tokens > self.largest_request else -(-num_tokens // self.block_size)
+        return -(-min(num_tokens, self.largest_request) // self.block_size)

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import fields
@@ -82,7 +83,7 @@ class WorkerSettings(BaseSettings):
     async_scheduling: bool | None = Field(
         None, description="plan a step while the one before it runs; default: on a CUDA device"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all CPUs but one")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the engine; default: all CPUs but one")
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt + output, in tokens; default: the model's"
     )
@@ -146,9 +147,11 @@ class WorkerSettings(BaseSettings):
 
     @field_validator("engine_command")
     @classmethod
-    def _splits(cls, value: str | None) -> str | None:
+    def _names_a_program(cls, value: str | None) -> str | None:
         if value is not None:
-            shlex.split(value)
+            arguments = shlex.split(value)
+            if not arguments or shutil.which(arguments[0]) is None:
+                raise ValueError("its first word is no program that can be run here")
         return value
 
     @model_validator(mode="after")

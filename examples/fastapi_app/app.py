@@ -116,7 +116,10 @@ async def cancel(request_id: str, client: Client) -> dict[str, str]:
 async def healthz(client: Client) -> dict[str, Any]:
     """Whether this instance can reach the queue, and who works there; 503 if it cannot."""
     fleet = await client.fleet()
-    return {"workers": len(fleet.workers), "backlog": {model.model: model.waiting for model in fleet.models}}
+    return {
+        "workers": sum(not each.silent for each in fleet.workers),
+        "backlog": {model.model: model.waiting for model in fleet.models},
+    }
 
 
 @app.get("/", response_class=FileResponse)

@@ -103,7 +103,10 @@ def cancel(request_id: str) -> Response:
 def healthz() -> Response:
     """Whether this instance can reach the queue, and who works there; 503 if it cannot."""
     fleet = client().fleet()
-    return jsonify(workers=len(fleet.workers), backlog={model.model: model.waiting for model in fleet.models})
+    return jsonify(
+        workers=sum(not each.silent for each in fleet.workers),
+        backlog={model.model: model.waiting for model in fleet.models},
+    )
 
 
 @app.get("/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -176,6 +177,19 @@ async def test_a_full_queue_is_a_429(kind: str, redis_url: str, folder: Path) ->
             assert (await app.browser.post(f"/chats/{waiting}/cancel")).json() == {"outcome": "cancelled"}
             await app.browser.post(f"/chats/{running}/cancel")
             await heard.to_the_end()
+
+
+@kinds
+async def test_a_worker_that_fell_silent_is_not_counted(
+    kind: str, redis_url: str, client: redis.asyncio.Redis, folder: Path
+) -> None:
+    report = {"worker": "killed", "model": MODEL, "heartbeat_ms": 5000}
+    now_s, _ = await client.time()
+    await client.set(KEYS.worker("killed"), json.dumps(report), ex=60)
+    async with web_app(kind, redis_url, folder) as app:
+        for age_s, number in ((0, 1), (14, 0)):
+            await client.zadd(KEYS.workers, {"killed": (now_s - age_s) * 1000})
+            assert (await app.browser.get("/healthz")).json() == {"workers": number, "backlog": {MODEL: 0}}
 
 
 @kinds

@@ -164,6 +164,25 @@ async def test_a_prompt_over_the_context_is_refused_while_others_run(
         assert (await producer.result(running)).finish_reason == "cancelled"
 
 
+async def test_what_fits_and_seems_too_large_is_not_taken_all_at_once(
+    redis_url: str, client: redis.asyncio.Redis
+) -> None:
+    """Four times 350 tokens, for each of which the estimate says 1025; there are 1000 places."""
+    flags = ("--max-model-len", "1000", "--max-num-seqs", "8")
+    async with InferenceClient.from_url(redis_url, model=MODEL) as producer:
+        sampling = {"max_tokens": 50, "ignore_eos": True}
+        ids = [await producer.submit("<|endoftext|>" * 300, sampling=sampling) for _ in range(4)]
+        epochs = set()
+        async with scripted_worker(
+            redis_url, *flags, engine=["--step-ms", "1", "--blocks", "32", "--block-size", "32"]
+        ):
+            for request_id in ids:
+                assert (await producer.result(request_id)).usage.prompt_tokens == 300
+                entries = await client.xrange(KEYS.events(request_id))
+                epochs |= {entry_id.split(b"-")[0] for entry_id, fields in entries if fields[b"t"] == b"started"}
+    assert len(epochs) == 4, "what one claim takes is started at one moment"
+
+
 async def test_a_failure_inside_the_engine_ends_that_request_alone(redis_url: str) -> None:
     async with (
         scripted_worker(redis_url, engine=["--refuse-text", "forbidden"]),

@@ -17,6 +17,12 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the device is the
     [
         pytest.param(["--model", "/nowhere/at/all"], "--model: there is no folder /nowhere/at/all", id="model"),
         pytest.param(
+            ["--cache-dir", "~nosuchuser/x"],
+            "--cache-dir: there is no cache folder: nobody here has the home of ~nosuchuser/x",
+            id="cache",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["--device", "cuda"],
             "--device: device cuda was asked for, and torch finds no CUDA device here",
             id="device",

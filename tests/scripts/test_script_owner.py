@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from support.wire import Wire, following
 
 from inferq.producer.contract import JOB_TTL_MS, RESULT_TTL_MS
@@ -62,8 +60,8 @@ class TestPublish:
         first = following(job)
         await wire.publish(first)
         before = await wire.everything()
-        assert await wire.publish(dataclasses.replace(first, data='{"other":1}')) == ["moved"]
-        assert await wire.publish(dataclasses.replace(first, type="prompt")) == ["moved"]
+        assert await wire.publish(first._replace(data='{"other":1}')) == ["moved"]
+        assert await wire.publish(first._replace(type="prompt")) == ["moved"]
         assert await wire.everything() == before
 
     async def test_behind_an_unexpected_entry_nothing_is_appended(self, wire: Wire) -> None:

@@ -8,8 +8,10 @@ local card, state, workers = key(MODEL, 'card'), PREFIX .. ':worker:' .. worker,
 local now = now_us()
 
 -- PEXPIRE comes first: a full server refuses a script that begins with SET, and a healthy worker would look dead.
-redis.call('PEXPIRE', card, ttl_ms)
-redis.call('SET', card, ARGV[4], 'PX', ttl_ms)
+-- GT, since another worker of the model may show itself less often than this one, and serves on when this one has gone.
+redis.call('PEXPIRE', card, ttl_ms, 'GT')
+redis.call('SET', card, ARGV[4], 'KEEPTTL')
+redis.call('PEXPIRE', card, ttl_ms, 'NX')
 redis.call('SET', state, ARGV[5], 'PX', ttl_ms)
 redis.call('ZADD', workers, whole(now / 1000), worker)
 -- Whose state has run out is gone. By its own time: another worker may show itself less often than this one.

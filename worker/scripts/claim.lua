@@ -4,7 +4,7 @@
 --   takeover, grace_end_ms, asked_at_ms or '', max_attempts, accept_plain,
 --   tokens of earlier calls whose replies were lost with commas between, ids to pass by...
 -- Answers a list of {id, epoch, generation, attempt, payload, queue_ms, expires_at_ms or '', resumed, {tokens},
---   signature or ''}.
+--   signature or '', estimate in tokens}.
 
 local owner = {worker = ARGV[3], token = ARGV[4], lease_ms = tonumber(ARGV[5])}
 -- One call blocks the server for so many jobs at most; a bell rings for the others.
@@ -74,16 +74,22 @@ local function ending(id, job)
     end
 end
 
--- How many blocks a job waits for. No request has more tokens than the largest: where the estimate says so, either the
--- estimate is wrong or the job will be refused, which its tokens alone can tell. It is not worth an empty engine.
+-- How many blocks a job may come to. No request has more tokens than the largest.
 local function blocks_of(job)
-    return job.estimate > largest_request and 1 or math.ceil(job.estimate / block_size)
+    return math.ceil(math.min(job.estimate, largest_request) / block_size)
+end
+
+-- How many blocks a job waits for. Where the estimate is over the largest request, either it is wrong or the job will be
+-- refused, which its tokens alone can tell: that is not worth an empty engine. Once taken, such a job has the blocks of
+-- the largest request until its tokens are known, so that a flood of them cannot get in on one block each.
+local function awaited_blocks(job)
+    return job.estimate > largest_request and 1 or blocks_of(job)
 end
 
 -- Whether there is a slot for the job, and blocks for what it may come to. Nobody overtakes a job that does not fit, and
 -- where nothing runs one job always does.
 local function fits(job)
-    if may_go_on() and free_blocks and blocks_of(job) > free_blocks and running_here + #claimed > 0 then
+    if may_go_on() and free_blocks and awaited_blocks(job) > free_blocks and running_here + #claimed > 0 then
         blocked = true
     end
     return may_go_on()
@@ -97,7 +103,7 @@ local function start(id, job)
     claimed_bytes = claimed_bytes + #payload
     claimed[#claimed + 1] = {
         id, epoch, job.generation, job.attempts + 1, payload, job.queue_ms, expires_at_ms, resumed and 1 or 0, counts,
-        signature or '',
+        signature or '', whole(math.ceil(job.estimate)),
     }
 end
 

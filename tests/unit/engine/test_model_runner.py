@@ -17,7 +17,7 @@ from inferq.engine.attention.choice import Choice
 from inferq.engine.attention.reference import ReferenceAttention
 from inferq.engine.config import EngineConfig
 from inferq.engine.core import Runner
-from inferq.engine.errors import ModelLoadError
+from inferq.engine.errors import ModelLoadError, SettingError
 from inferq.engine.model import LoadedModel, load_model
 from inferq.engine.runner import ModelRunner
 from inferq.engine.sequence import Scheduled, Sequence
@@ -95,8 +95,9 @@ def test_a_wanted_context_beyond_the_models_is_cut_and_said(folder: Path) -> Non
 
 
 def test_a_pool_too_small_to_be_useful_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelLoadError, match=r"hold 7 blocks .* at least 8 are needed: raise kv_cache_bytes"):
+    with pytest.raises(SettingError, match=r"hold 7 blocks .* at least 8 are needed: raise kv_cache_bytes") as caught:
         load(folder, kv_cache_bytes=7 * 32 * TOKEN_BYTES)
+    assert caught.value.setting == "kv_cache_bytes"
     monkeypatch.setattr(memory, "host_available_bytes", lambda: 1000)
     with pytest.raises(ModelLoadError, match="at least 8 are needed: free memory"):
         load(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
 from collections.abc import Callable
@@ -32,6 +33,21 @@ def failure_of(model: object, **fields: str) -> ModelLoadError:
     return caught.value
 
 
+def raising(error: Exception) -> Callable[..., object]:
+    def fails(*_: object, **__: object) -> object:
+        raise error
+
+    return fails
+
+
+def unknown_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "never_heard_of"}')
+
+
+def no_type(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
 def remove(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
@@ -42,6 +58,11 @@ def remove(name: str) -> Callable[[Path], object]:
         (lambda folder: shutil.rmtree(folder), {}, "model"),
         (remove("config.json"), {}, "model"),
         (remove("model.safetensors"), {}, "model"),
+        (unknown_type, {}, "model"),
+        (no_type, {}, "model"),
+        (lambda folder: None, {"model": "~nosuchuser/model"}, "model"),
+        (lambda folder: None, {"model": "a" * 5000}, "model"),
+        (lambda folder: None, {"cache_dir": "~nosuchuser/cache"}, "cache_dir"),
         (lambda folder: None, {"device": "cuda:99"}, "device"),
         (lambda folder: None, {"device": "toaster"}, "device"),
         (lambda folder: None, {"dtype": "int3"}, "dtype"),
@@ -51,15 +72,84 @@ def test_what_is_a_settings_fault_names_it(
     folder: Path, damage: Callable[[Path], object], fields: dict[str, str], setting: str
 ) -> None:
     damage(folder)
-    error = failure_of(folder, **fields)
+    error = failure_of(**({"model": folder} | fields))
     assert isinstance(error, SettingError)
     assert error.setting == setting
+    assert "\n" not in str(error) and len(str(error)) < 500
 
 
-def test_a_damaged_file_is_no_settings_fault(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json", "tokenizer.json"])
+def test_a_damaged_file_is_no_settings_fault(folder: Path, name: str) -> None:
+    damaged = folder / name
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[: len(content) // 2])
     assert type(failure_of(folder)) is ModelLoadError
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"\xff\xfe", b"[" * 100_000, b'{"model_type": "llama", "num_attention_heads": "many"}', b""]
+)
+def test_a_configuration_that_is_none_is_no_settings_fault(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    assert type(failure_of(folder)) is ModelLoadError
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyError("rope")])
+def test_a_configuration_of_a_known_model_that_cannot_be_read_is_no_settings_fault(
+    folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferq.engine.model.AutoConfig.from_pretrained", raising(error))
+    assert type(failure_of(folder)) is ModelLoadError
+
+
+@pytest.mark.parametrize("reader", ["AutoConfig.from_pretrained", "safe_open"])
+def test_a_process_without_memory_is_not_taken_for_a_model_that_is_wrong(
+    folder: Path, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"inferq.engine.model.{reader}", raising(MemoryError()))
+    with pytest.raises(MemoryError):
+        failure_of(folder)
+
+
+class TestCacheFolder:
+    """It is needed by a model that has no tokenizer.json."""
+
+    @pytest.fixture
+    def needy(self, folder: Path) -> Path:
+        (folder / "tokenizer.json").rename(folder / "elsewhere")
+        return folder
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        (tmp_path / "file").touch()
+        return tmp_path / "file"
+
+    @pytest.mark.parametrize("below", ["", "cache"])
+    def test_one_that_cannot_be_made_is_a_settings_fault(self, needy: Path, file: Path, below: str) -> None:
+        error = failure_of(needy, cache_dir=str(file / below))
+        assert isinstance(error, SettingError)
+        assert error.setting == "cache_dir"
+        assert str(error) == f"{file / below} is no folder that can be written: " + (
+            "Not a directory" if below else "File exists"
+        )
+
+    def test_one_that_is_not_needed_need_not_be_there(self, folder: Path, file: Path) -> None:
+        config = EngineConfig(model=str(folder), device="cpu", dtype="float32", cache_dir=str(file))
+        assert load_model(config, lambda *_, **__: None).text_dir == folder
+
+    def test_a_disk_that_is_full_is_none(self, needy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        full = raising(OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr("inferq.engine.cache.tempfile.mkdtemp", full)
+        monkeypatch.setattr("inferq.engine.assets.TemporaryFile", full)
+        error = failure_of(needy, cache_dir=str(tmp_path / "cache"))
+        assert type(error) is ModelLoadError and "No space left" in str(error)
+
+    def test_nobodys_home_is_a_settings_fault(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr("inferq.engine.cache.Path.home", raising(RuntimeError("Could not determine home")))
+        error = failure_of(folder)
+        assert isinstance(error, SettingError)
+        assert error.setting == "cache_dir"
 
 
 def test_too_little_memory_is_no_settings_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,3 +128,22 @@ def test_the_number_of_requests_is_bounded() -> None:
         setup.add("c")
     setup.tracker.abort(setup.key("a"))
     setup.add("c")
+
+
+def test_who_was_aborted_while_its_text_was_worked_out_keeps_nobody_out() -> None:
+    setup = Setup(max_requests=1)
+    sinks, keys = [ListSink() for _ in range(3)], [setup.tracker.new_key() for _ in range(3)]
+    for key, sink in zip(keys, sinks, strict=True):
+        setup.tracker.reserve(key, "a", sink, resumes=True)
+        with pytest.raises(EngineOverloadedError, match=r"^1 requests are in the engine"):
+            setup.add("b")
+        setup.tracker.abort(key)
+        assert len(setup.tracker) == 0
+        assert not setup.tracker.idle, "it has yet to be told its end"
+    other = setup.add("b")
+    for key, sink in zip(keys, sinks, strict=True):
+        setup.tracker.launch(key, admitted())
+        assert sink.deltas == [Delta(0, 0, "", (), CANCELLED)]
+    setup.step((setup.key("b"), "b", LENGTH))
+    assert other.finish_reason is LENGTH
+    assert setup.tracker.idle

@@ -89,9 +89,15 @@ class Bench:
         self.recovery = Recovery(redis, publisher, redis, Keys("tiny"), worker="w", lease_ms=1000)
 
     def open(
-        self, *, expires_at_ms: int | None = None, max_unsent_tokens: int = 100, resumed: bool = False, epoch: int = 7
+        self,
+        *,
+        expires_at_ms: int | None = None,
+        max_unsent_tokens: int = 100,
+        resumed: bool = False,
+        epoch: int = 7,
+        estimate: int = 0,
     ) -> Generation:
-        claimed = Claimed("a", "token", epoch, 5, 1, b"{}", 12.5, expires_at_ms, resumed)
+        claimed = Claimed("a", "token", epoch, 5, 1, b"{}", 12.5, expires_at_ms, resumed, estimate=estimate)
         return Generation(
             claimed,
             model="tiny",
@@ -419,11 +425,13 @@ async def test_a_resumed_request_that_is_cancelled_at_once_counts_what_stands(be
 
 
 async def test_what_will_be_held_counts_until_the_first_token(bench: Bench) -> None:
+    """As the claim took it until there are tokens, whatever the length of its payload."""
     bench.engine.tokenizing = asyncio.Event()
-    generation = bench.open()
+    generation = bench.open(estimate=7000)
+    assert generation.uncounted_tokens == 7000
     task = asyncio.create_task(generation.run({"prompt": "hi", "sampling": {"max_tokens": 50}}))
     await asyncio.sleep(0)
-    assert generation.uncounted_tokens == 50
+    assert generation.uncounted_tokens == 7000
     bench.engine.tokenizing.set()
     await wait_until(lambda: bench.engine.sinks)
     assert generation.uncounted_tokens == 53

@@ -65,11 +65,11 @@ def test_the_pool_takes_the_largest_request_and_none_that_has_one_token_more() -
         scheduler.add(Sequence(2, [0], 1, SequenceSampling(max_tokens=room.largest_request)))
 
 
-def test_what_seems_to_be_over_the_largest_request_does_not_take_the_room_of_others() -> None:
-    room = EngineRoom(Engine(Stats(1, 2, 0, 12, 8, 0)))
-    assert room.free_blocks([100]) == 1
-    assert room.free_blocks([101]) == 7
-    assert room.free_blocks([101, 10**9, 17]) == 8 - 1 - 1 - 2
+def test_what_seems_to_be_over_the_largest_request_has_the_blocks_of_the_largest() -> None:
+    room = EngineRoom(Engine())
+    assert room.free_blocks([100]) == 20 - 7
+    assert room.free_blocks([10**9, 17]) == 20 - 7 - 2
+    assert room.free_blocks([101, 10**9, 17]) == 20 - 7 - 7 - 2
 
 
 def test_there_is_no_room_in_an_engine_that_is_starting_again() -> None:

@@ -12,6 +12,8 @@ from inferq.engine.config import EngineConfig
 from inferq.producer.contract import Keys
 from inferq.worker.settings import InvalidSettings, WorkerSettings, read_settings
 
+NO_PROGRAM = "--engine-command: its first word is no program that can be run here"
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,8 @@ def test_derived_values() -> None:
     assert settings.claim_seconds == 0.5
     assert read_settings(["--no-accept-plain-jobs"]).claim_seconds == 2.0
     assert read_settings(["--no-accept-plain-jobs", "--poll-seconds", "0.1"]).claim_seconds == 0.1
-    assert read_settings(["--engine-command", "python 'a b.py' --x"]).engine_arguments == ("python", "a b.py", "--x")
+    command = f"{sys.executable} 'a b.py' --x"
+    assert read_settings(["--engine-command", command]).engine_arguments == (sys.executable, "a b.py", "--x")
     assert settings.engine_arguments is None
 
 
@@ -87,6 +90,13 @@ def test_settings_are_frozen_and_named_by_process() -> None:
         (["--embedded-dir", "/tmp"], "--embedded-dir needs --embedded"),
         (["--embedded", "--redis-url", "redis://h"], "give --embedded or --redis-url, not both"),
         (["--engine-command", "a 'b"], "--engine-command: No closing quotation"),
+        (["--engine-command", "/no/such/program --x"], NO_PROGRAM),
+        (["--engine-command", "/tmp"], NO_PROGRAM),
+        (["--engine-command", __file__], NO_PROGRAM),
+        (["--engine-command", "no-such-program-anywhere"], NO_PROGRAM),
+        (["--engine-command", "''"], NO_PROGRAM),
+        (["--engine-command", " "], NO_PROGRAM),
+        (["--threads", "100000"], "--threads: Input should be less than or equal to 1024"),
         (["--threads", "x", "--num-blocks", "0"], "--threads: "),
     ],
 )
