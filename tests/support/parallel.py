@@ -27,6 +27,7 @@ FIRST: Final = (
     "tests/faults/",
     "tests/integration/",
     "tests/parity/",
+    "tests/examples/",
     "tests/security/",
     "tests/packaging/",
     "tests/test_sampling.py",
