@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -76,7 +77,9 @@ def run(suite: Path, *arguments: str, examples: int = 30) -> tuple[str, set[str]
     """The printed output and the names of the tests that passed."""
     (suite / "test_suite.py").write_text(SUITE.replace("EXAMPLES", str(examples)))
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *arguments]
-    printed = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=250)
+    # This test may itself run in a process of xdist's, whose name its children would take for their own.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    printed = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True, timeout=250)
     assert printed.returncode == 0, printed.stdout
     # The processes of xdist put who and how far before the outcome, and the test behind it.
     lines = [re.search(r"PASSED .*::(\S+)|::(\S+) PASSED", line) for line in printed.stdout.splitlines()]

@@ -31,6 +31,10 @@ _FLAGS = (
 )
 
 
+class Refused(Exception):
+    """The browser's answer to a call, such as that the page it was for has navigated meanwhile."""
+
+
 class Page:
     """The one page of a browser."""
 
@@ -53,10 +57,13 @@ class Page:
         return found["result"].get("value")
 
     async def until(self, expression: str, timeout: float = 60.0) -> Any:
-        """Its value, once it is true. An error meanwhile is a page that has not loaded."""
+        """Its value, once it is true. An error meanwhile is a page that has not loaded, or is leaving."""
 
         async def value() -> Any:
-            return await self.evaluate(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")
+            try:
+                return await self.evaluate(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")
+            except Refused:
+                return None
 
         return await wait_until(value, timeout=timeout, what=expression)
 
@@ -77,7 +84,8 @@ class Page:
             while True:
                 message = json.loads((await self._answers.readuntil(b"\0"))[:-1])
                 if message.get("id") == number:
-                    assert "error" not in message, message
+                    if "error" in message:
+                        raise Refused(message["error"]["message"])
                     return message["result"]
 
 

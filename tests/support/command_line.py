@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from dataclasses import replace
 
 from .waiting import wait_until
 from .wire import Wire, following
@@ -47,8 +46,8 @@ async def work(wire: Wire, *texts: str, kind: str = "finished", data: str | None
     at = 0
     for number, text in enumerate(texts, start=1):
         delta = {"index": number - 1, "at": at, "text": text, "token_ids": [number]}
-        await wire.publish(replace(following(job, number), data=json.dumps(delta)))
+        await wire.publish(following(job, number)._replace(data=json.dumps(delta)))
         at += len(text)
     last = following(job, len(texts) + 1, kind="finished")
-    await wire.worker.finish(replace(last, type=kind, data=data or last.data))
+    await wire.worker.finish(last._replace(type=kind, data=data or last.data))
     return json.loads(job.payload)["a"][0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 from arq.connections import ArqRedis
+from support.waiting import wait_until
 from support.wire import Wire, following
 
 from inferq.producer import (
@@ -327,7 +328,8 @@ async def test_a_plain_arq_producer_reaches_the_same_worker(redis_url: str, wire
         assert isinstance(plain, ArqRedis)
         job = await plain.enqueue_job("generate", {"prompt": "hi"}, _queue_name=wire.keys.queue, _job_id="a")
     assert job.job_id == "a"
-    (claimed,) = await wire.claim()
+    # arq rounds its time to whole milliseconds: the job's may still be to come.
+    (claimed,) = await wait_until(wire.claim)
     assert json.loads(claimed.payload)["a"] == [{"prompt": "hi"}]
 
 
