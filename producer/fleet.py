@@ -63,7 +63,7 @@ class WorkerInfo(_Heartbeat):
     heartbeat_ms: int = 5000  #: between two signs of life; older workers do not say it, and this is the default
     last_seen_seconds: float = 0.0
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorator above a property
     @property
     def silent(self) -> bool:
         """Whether its sign of life is overdue: it was killed, it hangs, or it has lost Redis."""

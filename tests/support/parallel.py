@@ -34,7 +34,7 @@ FIRST: Final = (
 )
 
 
-class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+class Scheduling(LoadScopeScheduling):
     """Whole files go to whichever process is free, in the order of their collection."""
 
     def _split_scope(self, nodeid: str) -> str:

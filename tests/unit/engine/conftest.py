@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +35,21 @@ async def start(cache: Path) -> AsyncIterator[Start]:
         if engine.is_running:
             await until_drained(engine)
         await engine.stop()
+        assert engine.idle
 
 
 @pytest.fixture
-async def start_restarting(cache: Path) -> AsyncIterator[Start]:
-    """Starts engines that restart. At the end each must be drained, and none may leave a process."""
+def no_process_left() -> Iterator[None]:
     before = set(psutil.Process().children())
-    engines: list[AsyncInferenceEngine] = []
+    yield
+    assert set(psutil.Process().children()) <= before
+
+
+@pytest.fixture
+def start_restarting(no_process_left: None, start: Start) -> Start:
+    """Starts engines that restart. At the end each must be drained, and none may leave a process."""
 
     async def start_engine(*flags: str, restart: RestartPolicy = PATIENT, **config: Any) -> AsyncInferenceEngine:
-        engine = scripted_engine(cache, *flags, restart=restart, **config)
-        engines.append(engine)
-        await engine.start_engine_loop()
-        return engine
+        return await start(*flags, restart=restart, **config)
 
-    yield start_engine
-    for engine in engines:
-        if engine.is_running:
-            await until_drained(engine)
-        await engine.stop()
-        assert engine.idle
-    assert set(psutil.Process().children()) <= before
+    return start_engine

@@ -320,7 +320,7 @@ def test_contexts_that_a_backend_reads_where_they_are_take_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = Recorded()
-    backend.copies_contexts = False  # type: ignore[misc]
+    backend.copies_contexts = False
     assert len(largest_steps(folder, monkeypatch, backend)) == 1
 
 

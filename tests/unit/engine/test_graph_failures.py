@@ -45,7 +45,7 @@ class Recordable(ReferenceAttention):
 
     def __init__(self, cuda: FakeCuda, name: str = "triton", *, waits: bool = False) -> None:
         super().__init__(16)
-        self.name = name  # type: ignore[misc]
+        self.name = name
         self._cuda = cuda
         self._waits = waits
 

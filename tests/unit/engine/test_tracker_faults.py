@@ -130,4 +130,4 @@ def test_fail_all_ends_every_request_with_an_error_of_its_own() -> None:
 def test_what_is_no_steps_output_is_not_taken_for_one(outputs: list[object]) -> None:
     setup = Setup()
     with pytest.raises((ValueError, TypeError)):
-        setup.tracker.on_step(Step(outputs, setup.child.stats()))  # type: ignore[arg-type]
+        setup.tracker.on_step(Step(outputs, setup.child.stats()))
